@@ -1,0 +1,127 @@
+"""Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
+
+`pytest nbs/05_data.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow.
+"""
+
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from notebook_checks import ROOT, cell_flags, check, find_notebooks, lint
+
+NBS = ROOT / "nbs"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("notebooks")
+    group.addoption("--run-slow", action="store_true", help="also run tests marked slow and cells flagged `#| slow`")
+    group.addoption("--notebook-timeout", type=float, default=None, help="seconds a notebook may take (300; slow 3600)")
+    group.addoption("--notebook-workers", type=int, default=2, help="notebooks executed at the same time")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: minutes long; runs with --run-slow")
+    config.addinivalue_line("markers", "cuda: needs a CUDA device")
+    if not find_notebooks(NBS):
+        raise pytest.UsageError(f"no notebook was found below {NBS}")
+    set_environment(config)
+
+
+def set_environment(config):
+    """For the tests and all their processes: one thread, no model hub, a fixed width, a cache of this session (unless
+    the user names one) and an IPython folder without anyone's profile."""
+    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)
+    scratch = tempfile.TemporaryDirectory(prefix="anchor-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(scratch.cleanup)
+    os.environ.setdefault("ANCHOR_CACHE", str(Path(scratch.name) / "cache"))
+    os.environ.update(IPYTHONDIR=str(Path(scratch.name) / "ipython"), COLUMNS="80")
+
+
+# ---- notebooks as items ---------------------------------------------------------------------------------------------
+
+
+def pytest_collect_file(file_path: Path, parent):
+    if file_path.suffix == ".ipynb" and file_path in find_notebooks(NBS):
+        return NotebookFile.from_parent(parent, path=file_path)
+    return None
+
+
+class NotebookFile(pytest.File):
+    def collect(self):
+        yield FormItem.from_parent(self, name="form")
+        yield ExecuteItem.from_parent(self, name="execute")
+
+
+class NotebookFault(Exception):
+    """What is wrong with a notebook, ready to be shown."""
+
+
+class NotebookItem(pytest.Item):
+    def repr_failure(self, excinfo, style=None):
+        return str(excinfo.value) if isinstance(excinfo.value, NotebookFault) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self):
+        return self.path, None, f"{self.path.relative_to(ROOT)} {self.name}"
+
+
+class FormItem(NotebookItem):
+    """Imports alone, short exported cells, a title, small outputs without paths of a machine."""
+
+    def runtest(self):
+        faults = lint(self.path, pictures=4 if self.path.parent.name == "experiments" else 1)
+        if faults:
+            raise NotebookFault("\n".join(faults))
+
+
+class ExecuteItem(NotebookItem):
+    """A copy is executed; every output must equal the committed one."""
+
+    def runtest(self):
+        run = start_notebooks(self.session)[self.path].result()
+        if not run.ok:
+            raise NotebookFault("\n\n".join([*run.faults, run.log.strip()[-8000:]]).strip())
+        if run.log.strip():
+            print(run.log)
+
+
+# ---- execution, a few notebooks at a time ---------------------------------------------------------------------------
+
+POOL = pytest.StashKey[ThreadPoolExecutor]()
+RUNS = pytest.StashKey[dict]()
+
+
+def start_notebooks(session) -> dict:
+    """Futures of all selected notebooks; the first item that asks starts them."""
+    if RUNS not in session.stash:
+        option = session.config.option
+        timeout = option.notebook_timeout or (3600 if option.run_slow else 300)
+        skip = [f for f in cell_flags() if not (f == "slow" and option.run_slow) and not (f == "cuda" and has_cuda())]
+        pool = session.stash[POOL] = ThreadPoolExecutor(option.notebook_workers)
+        paths = [item.path for item in session.items if isinstance(item, ExecuteItem)]
+        session.stash[RUNS] = {path: pool.submit(check, path, skip, timeout) for path in paths}
+    return session.stash[RUNS]
+
+
+def pytest_sessionfinish(session):
+    if POOL in session.stash:
+        session.stash[POOL].shutdown(wait=True, cancel_futures=True)
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.run_slow:
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --run-slow"))
+        if item.get_closest_marker("cuda") and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,273 @@
+"""Runs a copy of a notebook and compares its outputs with the committed ones; knows nothing about pytest.
+
+nbdev and IPython are imported where they are used, so that collecting tests stays quick."""
+
+import ast
+import difflib
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
+EXPORTED_LINES = 40  # lines of one exported cell
+
+
+def find_notebooks(folder: Path) -> list[Path]:
+    """Every notebook below `folder`, in order; hidden, generated and checkpoint folders are left out."""
+    found = (p for p in folder.rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(folder).parts))
+    return sorted(found)
+
+
+def cell_flags() -> list[str]:
+    """The directives that keep a cell from running unless it is asked for: `tst_flags` of pyproject.toml."""
+    flags = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"]["tst_flags"]
+    return flags.split() if isinstance(flags, str) else list(flags)
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+def read_cells(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def joined(text) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+def split_source(cell: dict) -> tuple[set[str], list[str]]:
+    """The names of a cell's `#|` directives, and its other lines."""
+    lines = joined(cell["source"]).splitlines()
+    marks = [re.match(r"\s*#\s?\|\s*([\w-]+)", line) for line in lines]
+    return {m[1] for m in marks if m}, [line for line, m in zip(lines, marks, strict=True) if not m]
+
+
+def where(number: int, cell: dict) -> str:
+    """How a message names a cell: its place, its id and its first line."""
+    body = next((line.strip() for line in split_source(cell)[1] if line.strip()), "(empty)")
+    return f"cell {number} [{cell.get('id', '-')}] {body[:70]}"
+
+
+def executed_ids(path: Path, skip: list[str]) -> set[str]:
+    """Ids of the cells that nbdev runs when cells with a flag of `skip` are left out."""
+    from nbdev.test import nb_test_cells
+
+    return {cell.id for cell in nb_test_cells(path, skip_flags=skip)}
+
+
+# ---- lint -----------------------------------------------------------------------------------------------------------
+
+
+def is_picture(mime: str) -> bool:
+    return mime.startswith("image/")
+
+
+def machine_paths() -> re.Pattern:
+    """Absolute paths that belong to one machine: usual homes and scratch folders, and those of this machine."""
+    usual = r"/(?:home|Users|root|tmp|private|mnt)/[\w.-]+|[A-Z]:\\Users\\"
+    here = {str(ROOT), str(Path.home()), tempfile.gettempdir(), sys.prefix} - {"/"}
+    named = "|".join(re.escape(path) for path in sorted(here))
+    return re.compile(rf"(?<![\w.])(?:{usual}|(?:{named})(?![\w.-]))")
+
+
+def mixes_imports(lines: list[str], exported: bool) -> bool:
+    """Is there an import beside other code? Building the documentation runs every cell that contains an import."""
+    code = "\n".join("" if line.lstrip().startswith(("%", "!", "?")) else line for line in lines)
+    body = [n for n in ast.parse(code).body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    imports = [isinstance(n, ast.Import | ast.ImportFrom) for n in body]
+    if any(imports):
+        return not all(imports)
+    return not exported and any(isinstance(n, ast.Import | ast.ImportFrom) for top in body for n in ast.walk(top))
+
+
+def lint_output(output: dict, paths: re.Pattern) -> list[str]:
+    if output["output_type"] == "error":
+        return ["an error is committed as its output"]
+    if output.get("name") == "stderr":
+        return ["output on stderr is committed (warnings and progress bars differ from machine to machine)"]
+    data = {"text/plain": output["text"]} if output["output_type"] == "stream" else output.get("data", {})
+    texts = [joined(v) if isinstance(v, str | list) else json.dumps(v) for k, v in data.items() if not is_picture(k)]
+    faults = [f"an output of {len(t):,} characters (limit {OUTPUT_LIMIT:,})" for t in texts if len(t) > OUTPUT_LIMIT]
+    return faults + [f"a path of one machine in its output: {m[0]}" for t in texts if (m := paths.search(t))]
+
+
+def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
+    directives, lines = split_source(cell)
+    exported = bool(directives & {"export", "exports", "exporti"})
+    size = len("\n".join(lines).strip().splitlines())
+    faults = []
+    if mixes_imports(lines, exported):
+        faults.append("imports must stand alone in a cell")
+    if exported and size > EXPORTED_LINES:
+        faults.append(f"an exported cell of {size} lines (limit {EXPORTED_LINES})")
+    if cell["outputs"] and not executed:
+        faults.append("has committed outputs although it is not executed by the tests")
+    return faults + [fault for output in cell["outputs"] for fault in lint_output(output, paths)]
+
+
+def lint(path: Path, pictures: int = 1) -> list[str]:
+    """What is wrong with the form of a notebook, one line a fault; an empty list when all is well."""
+    cells, faults, paths = read_cells(path), [], machine_paths()
+    executed = executed_ids(path, cell_flags())
+    title = joined(cells[0]["source"]) if cells and cells[0]["cell_type"] == "markdown" else ""
+    if not re.match(r"(?s)(---\n.*?\n---\n+)?# \S[^\n]*\n.*?^> \S", title, re.MULTILINE):
+        faults.append("the first cell must be markdown: a line `# title` and a line `> what it does`")
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            found = lint_cell(cell, cell.get("id") in executed, paths)
+            faults += [f"{where(number, cell)}: {fault}" for fault in found]
+    outputs = [o for cell in cells for o in cell.get("outputs", [])]
+    shown = sum(any(map(is_picture, o.get("data", {}))) for o in outputs)
+    if shown > pictures:
+        faults.append(f"{shown} pictures (limit {pictures})")
+    return faults
+
+
+# ---- comparison -----------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+
+
+def same_text(old: str, new: str, rtol: float = 1e-3, atol: float = 1e-6) -> bool:
+    """Equal words, and numbers equal within the tolerance; how many spaces stand between them does not matter."""
+    old_parts, new_parts = (NUMBER.split(re.sub(r"[ \t]+", " ", text)) for text in (old, new))
+    if old_parts[::2] != new_parts[::2]:
+        return False
+    pairs = zip(old_parts[1::2], new_parts[1::2], strict=True)
+    return all(a == b or math.isclose(float(a), float(b), rel_tol=rtol, abs_tol=atol) for a, b in pairs)
+
+
+def shown_parts(cell: dict) -> list[tuple[str, str]]:
+    """A cell's outputs as (kind, text): printed text joined, pictures by kind only, stderr left out."""
+    parts: list[tuple[str, str]] = []
+    for output in cell.get("outputs", []):
+        if output["output_type"] == "stream":
+            if output["name"] == "stderr":
+                continue
+            text = joined(output["text"])
+            if parts and parts[-1][0] == "printed":
+                text = parts.pop()[1] + text
+            parts.append(("printed", text))
+        elif output["output_type"] == "error":
+            parts.append(("error", output["ename"]))
+        else:
+            for mime, value in sorted(output["data"].items()):
+                text = joined(value) if isinstance(value, str | list) else json.dumps(value, sort_keys=True)
+                parts.append((mime, "(a picture)" if is_picture(mime) else text))
+    return [(kind, re.sub(r" at 0x[0-9a-fA-F]+>", ">", text).strip()) for kind, text in parts]
+
+
+def compare_cell(old: dict, new: dict) -> str:
+    """A readable difference between the outputs of two versions of a cell; empty when they agree."""
+    before, after = shown_parts(old), shown_parts(new)
+    same = [kind for kind, _ in before] == [kind for kind, _ in after]
+    if same and all(same_text(a, b) for (_, a), (_, b) in zip(before, after, strict=True)):
+        return ""
+    lines = ([line for kind, text in parts for line in [f"<{kind}>", *text.splitlines()]] for parts in (before, after))
+    return "\n".join(difflib.unified_diff(*lines, "committed", "executed now", lineterm="", n=2))
+
+
+def compare(committed: Path, executed: Path, ran: set[str]) -> list[str]:
+    """The differences between the outputs of two copies of a notebook, in the cells whose ids are in `ran`."""
+    old, new = read_cells(committed), read_cells(executed)
+    faults = []
+    for number, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a["cell_type"] == "code" and a.get("id") in ran and (difference := compare_cell(a, b)):
+            faults.append(f"{where(number, a)}\n{difference}")
+    return faults
+
+
+# ---- execution ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """How the execution of a notebook ended."""
+
+    ok: bool
+    faults: list[str]
+    log: str
+
+
+def mirror(notebook: Path, into: Path, root: Path = ROOT) -> Path:
+    """A copy of `notebook` in a folder whose other entries are links to the project's: relative paths resolve as in
+    the original, and what the notebook writes beside itself stays out of the project."""
+    source, target = root, into
+    for part in (*notebook.relative_to(root).parts, None):
+        if part is None:
+            target.write_bytes(source.read_bytes())
+            break
+        target.mkdir(exist_ok=True)
+        for entry in source.iterdir():
+            if entry.name != part:
+                (target / entry.name).symlink_to(entry)
+        source, target = source / part, target / part
+    return target
+
+
+def _child(path: str, skip: list[str], log: str) -> None:
+    """In the process of the notebook: execute it and write its outputs back into the copy."""
+    os.setsid()  # a group of its own, so that a time limit ends its children too
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.__stderr__ = sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")
+    from nbdev.test import test_nb
+
+    ok, _ = test_nb(path, skip_flags=skip, do_print=False, save=True, profile=False)
+    sys.stderr.flush()
+    os._exit(0 if ok else 1)
+
+
+def _context():
+    """Processes are forked from a server that has the slow imports behind it."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "nbdev.test", "matplotlib.pyplot", "pandas"])
+    return context
+
+
+def _end(process, number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def execute(path: Path, skip: list[str], log: Path, timeout: float) -> str:
+    """Run the notebook in place, in a process of its own; what went wrong, or an empty string."""
+    process = _context().Process(target=_child, args=(str(path), skip, str(log)))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        _end(process, signal.SIGINT)  # nbdev answers with the stack of the cell that hangs
+        process.join(5)
+        _end(process, signal.SIGKILL)
+        process.join()
+        return f"stopped at its time limit of {timeout:g} s"
+    return "" if process.exitcode == 0 else f"failed (exit code {process.exitcode})"
+
+
+def check(notebook: Path, skip: list[str], timeout: float, root: Path = ROOT) -> Run:
+    """Execute a copy of `notebook` without the cells flagged with one of `skip`, and compare its outputs with the
+    committed ones. Cells that carry any test flag have none to compare."""
+    with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+        copy = mirror(notebook, Path(folder) / "project", root)
+        log = Path(folder) / "log"
+        fault = execute(copy, skip, log, timeout)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if fault:
+            return Run(False, [fault], text)
+        ran = executed_ids(notebook, cell_flags())
+        faults = compare(notebook, copy, ran)
+        return Run(not faults, faults, text)
