@@ -1,0 +1,160 @@
+"""The package as others get it: metadata that agree, a wheel with everything in it, a front door that opens fast."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from configparser import ConfigParser
+from email.parser import Parser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from notebook_checks import ROOT
+
+PACKAGE = ROOT / "anchor_embedding"
+HEAVY = ["torch", "transformers", "pandas", "matplotlib"]
+NOT_NEEDED = ["nbdev", "fastcore", "execnb", "mteb", "datasets", "sentence_transformers"]
+
+
+def settings():
+    parser = ConfigParser(delimiters=["="])
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    return parser["DEFAULT"]
+
+
+def entries(key):
+    return [line for line in settings()[key].splitlines() if line]
+
+
+def python(code, *arguments):
+    """Run `code` in a new interpreter that finds this tree's package; its standard output."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- metadata -------------------------------------------------------------------------------------------------------
+
+
+def test_pyproject_agrees_with_settings():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert project["project"]["name"] == settings()["name"]
+    assert project["project"]["requires-python"] == f">={settings()['min_python']}"
+    assert project["tool"]["nbdev"]["lib_path"] == settings()["lib_path"] == PACKAGE.name
+
+
+def test_constraints_cover_the_requirements():
+    """Every requirement has an exact version among the constraints; none is tied to a build or a place."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    exact = {line.split("==")[0].lower().replace("_", "-") for line in lines}
+    names = {re.match(r"[\w.-]+", line)[0] for line in entries("requirements") + entries("dev_requirements")}
+    assert names - exact == set()
+
+
+def test_version_is_the_same_everywhere():
+    written = re.search(r'^__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+    assert python("import anchor_embedding; print(anchor_embedding.__version__)").strip() == written
+
+
+# ---- the wheel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from the tracked files (and those not yet added) in a folder of their own."""
+    if find_spec("build") is None or find_spec("setuptools") is None:
+        pytest.skip("needs build and setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in listed_files():
+        if not name.startswith(("nbs/", "tests/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def listed_files():
+    """Names of the project's files: what git tracks or would add."""
+    command = ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def test_wheel_holds_every_module_and_resource(wheel):
+    packed = {name for name in wheel.namelist() if name.startswith("anchor_embedding/")}
+    assert packed == {name for name in listed_files() if name.startswith("anchor_embedding/")}
+    assert {name.split("/")[0] for name in wheel.namelist()} == {"anchor_embedding", info_folder(wheel)}
+    assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def info_folder(wheel):
+    return next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
+
+
+def test_wheel_metadata(wheel):
+    info = info_folder(wheel)
+    data = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    assert (data["Name"], data["License-Expression"]) == (settings()["name"], settings()["license"])
+    assert data["Requires-Python"] == f">={settings()['min_python']}"
+    assert set(data.get_all("Provides-Extra")) == {"dev", "flash", "liger"}
+    wanted = {line.replace(" ", "") for line in entries("requirements")}
+    assert {line for line in data.get_all("Requires-Dist") if "extra" not in line} == wanted
+    assert "anchor = anchor_embedding.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert data.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
+
+
+# ---- imports --------------------------------------------------------------------------------------------------------
+
+
+def seconds(code):
+    def once():
+        start = time.perf_counter()
+        python(code)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(3))
+
+
+def test_import_is_fast_and_light():
+    """`import anchor_embedding` takes well under a second and loads none of the large libraries."""
+    extra = seconds("import anchor_embedding") - seconds("pass")
+    assert extra < 0.5, f"import anchor_embedding takes {extra:.2f} s longer than python itself"
+    code = "import anchor_embedding, json, sys; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
+    assert set(json.loads(python(code))) & {*HEAVY, *NOT_NEEDED} == set()
+
+
+BLOCK = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); "  # importing these raises ModuleNotFoundError
+IMPORT_ALL = """
+import importlib, pkgutil, anchor_embedding
+for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+
+
+def test_every_module_imports_without_what_it_may_not_need():
+    """nbdev, fastcore and execnb are for development; mteb, datasets, sentence-transformers load where they are used."""
+    modules = {f"anchor_embedding.{path.stem}" for path in PACKAGE.glob("*.py")} - {"anchor_embedding.__init__"}
+    imported = set(python(BLOCK + IMPORT_ALL, *NOT_NEEDED).split())
+    assert imported == {name for name in modules if not name.endswith("__main__")}
+
+
+LIGHT = ["text", "data", "recipe", "cli", "errors"]
+
+
+@pytest.mark.parametrize("module", [name for name in LIGHT if Path(PACKAGE / f"{name}.py").exists()])
+def test_light_modules_load_neither_torch_nor_transformers(module):
+    python(BLOCK + f"import anchor_embedding.{module}", *HEAVY[:2])
