@@ -50,7 +50,11 @@ Today Date: 26 Jul 2024
 
 {% endif %}"""
 
-MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}{{ raise_exception('only user and assistant turns') }}{% endif %}{% endfor %}"""
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant turns') }}{% endif %}{% endfor %}"
+)
 
 GEMMA = """{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
 {{ m.content | trim }}<end_of_turn>
