@@ -8,6 +8,7 @@ __all__ = ['VOCAB_SIZE', 'PROSE', 'CHATML', 'QWEN3', 'LLAMA3', 'MISTRAL', 'GEMMA
 
 # %% ../nbs/02_testing.ipynb #47def46b
 import json
+from collections import Counter
 from functools import cache
 
 # %% ../nbs/02_testing.ipynb #007cb39b
@@ -109,10 +110,12 @@ def _byte_fallback(kind, special):
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "mistral" else "never")
     lead = special + [f"<0x{byte:02X}>" for byte in range(256)]
-    # a third of what is left for characters (rarer ones fall back to bytes), the rest for merges
+    # a third of what is left for the most frequent characters (the others fall back to bytes), the rest for merges
     room = VOCAB_SIZE - len(lead)
-    trainer = trainers.BpeTrainer(vocab_size=room, limit_alphabet=room // 3, show_progress=False)
-    learner.train_from_iterator(PROSE.splitlines(), trainer)
+    counts = Counter(PROSE.replace("\n", " "))
+    alphabet = sorted(counts, key=lambda character: (-counts[character], character))[: room // 3]
+    prose = "".join(character if character in alphabet else " " for character in PROSE)
+    learner.train_from_iterator([prose], trainers.BpeTrainer(vocab_size=room, show_progress=False))
     model = json.loads(learner.to_str())["model"]
     vocab = {token: len(lead) + index for token, index in model["vocab"].items()} | {token: i for i, token in enumerate(lead)}
     merges = [tuple(merge) for merge in model["merges"]]
