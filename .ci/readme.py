@@ -26,8 +26,17 @@ def shown(cell: dict) -> list[str]:
     if cell["cell_type"] != "code" or re.search(r"^#\| *(hide|include: *false)\s*$", source, re.MULTILINE):
         return []
     code = re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
-    outputs = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell["outputs"]]
-    return [f"```python\n{code}\n```", *(f"```text\n{text(o).strip()}\n```" for o in outputs if text(o).strip())]
+    hidden = re.search(r"^#\| *echo: *false\s*$", source, re.MULTILINE)
+    return [*([] if hidden else [f"```python\n{code}\n```"]), *map(output, cell["outputs"])]
+
+
+def output(out: dict) -> str:
+    """A printed or displayed text; Markdown as it is."""
+    data = out.get("data", {})
+    if "text/markdown" in data:
+        return from_root(text(data["text/markdown"]))
+    plain = text(out.get("text") or data.get("text/plain", "")).strip()
+    return f"```text\n{plain}\n```" if plain else ""
 
 
 def readme(notebook: Path) -> str:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from notebook_checks import ROOT
+from notebook_checks import ROOT, find_notebooks
 
 PACKAGE = ROOT / "anchor_embedding"
 HEAVY = ["torch", "transformers", "pandas", "matplotlib"]
@@ -158,3 +158,18 @@ LIGHT = ["text", "data", "recipe", "cli", "errors"]
 @pytest.mark.parametrize("module", [name for name in LIGHT if Path(PACKAGE / f"{name}.py").exists()])
 def test_light_modules_load_neither_torch_nor_transformers(module):
     python(BLOCK + f"import anchor_embedding.{module}", *HEAVY[:2])
+
+
+# ---- what is written twice ------------------------------------------------------------------------------------------
+
+
+def test_readme_is_the_index():
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "readme.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_site_lists_every_notebook():
+    listed = re.findall(r"^ +- ([\w/]+\.ipynb)$", (ROOT / "_quarto.yml").read_text("utf-8"), re.MULTILINE)
+    notebooks = [str(path.relative_to(ROOT / "nbs")) for path in find_notebooks(ROOT / "nbs")]
+    assert sorted(listed) == sorted(notebooks), "the sidebar's contents in _quarto.yml are not the notebooks in nbs/"
+    assert os.path.samefile(ROOT / "nbs" / "_quarto.yml", ROOT / "_quarto.yml")

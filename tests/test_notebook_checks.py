@@ -1,0 +1,171 @@
+"""The checks of the notebooks catch what they are for."""
+
+import json
+
+import pytest
+from notebook_checks import check, compare_cell, find_notebooks, lint, same_text
+
+
+def markdown(source):
+    return {"cell_type": "markdown", "source": source, "metadata": {}}
+
+
+def code(source, *outputs):
+    return {"cell_type": "code", "source": source, "outputs": list(outputs), "metadata": {}, "execution_count": None}
+
+
+def printed(text, name="stdout"):
+    return {"output_type": "stream", "name": name, "text": text}
+
+
+def shown(**data):
+    return {
+        "output_type": "display_data",
+        "data": {key.replace("_", "/"): v for key, v in data.items()},
+        "metadata": {},
+    }
+
+
+TITLE = markdown("# tiny\n\n> One line of what it does.")
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """A project of one notebook; calling it writes these cells behind a title."""
+    project = tmp_path / "project"
+    (project / "nbs" / "results").mkdir(parents=True)
+    (project / "nbs" / "results" / "figures.json").write_text("[1, 2]")
+    (project / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.nbdev]\ntst_flags = "slow cuda"\n')
+
+    def write(*cells, title=TITLE):
+        path = project / "nbs" / "00_tiny.ipynb"
+        cells = [cell | {"id": f"cell{i}"} for i, cell in enumerate((title, *cells))]
+        document = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        path.write_text(json.dumps(document), encoding="utf-8")
+        return path
+
+    return write
+
+
+def run(path, skip=("slow", "cuda"), timeout=60):
+    return check(path, list(skip), timeout, root=path.parent.parent)
+
+
+# ---- comparison -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("loss 1.2345, 12 texts", "loss 1.2346, 12 texts", True),
+        ("loss 1.2345", "loss 1.2445", False),
+        ("2e-8 left", "-3e-8 left", True),
+        ("a   1.0", "a 1.0", True),
+        ("1.0 nats", "1.0 bits", False),
+        ("(3, 4)", "(3, 4, 5)", False),
+        ("[1.0, nan]", "[1.0, nan]", True),
+        ("[1.0, nan]", "[1.0, 2.0]", False),
+    ],
+)
+def test_numbers_have_a_tolerance_and_words_have_none(old, new, same):
+    assert same_text(old, new) is same
+
+
+def test_pictures_are_compared_by_kind():
+    old = code("plot()", shown(image_png="AAAA", text_plain="<Figure>"))
+    assert compare_cell(old, code("plot()", shown(image_png="BBBB", text_plain="<Figure>"))) == ""
+    difference = compare_cell(old, code("plot()", shown(text_plain="<Figure>")))
+    assert "-<image/png>" in difference
+
+
+def test_printed_parts_are_joined_and_stderr_and_addresses_ignored():
+    old = code("f()", printed("a\nb <f at 0x12ab>\n"))
+    assert compare_cell(old, code("f()", printed("a\n"), printed("warned", "stderr"), printed("b <f>\n"))) == ""
+
+
+# ---- form -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_of_good_form_has_no_faults(notebook):
+    cells = [
+        code("#| default_exp tiny"),
+        code("#| export\nimport json"),
+        code('#| export\ndef f(x):\n    "Twice."\n    return 2 * x'),
+        code("f(2)", shown(text_plain="4")),
+        code("#| slow\nf(3)"),
+    ]
+    assert lint(notebook(*cells)) == []
+
+
+LONG = "#| export\n" + "\n".join(f"x{i} = {i}" for i in range(41))
+
+
+@pytest.mark.parametrize(
+    ("cell", "fault"),
+    [
+        (code("import json\nx = 1"), "imports must stand alone"),
+        (code("def f():\n    import json\nf()"), "imports must stand alone"),
+        (code(LONG), "an exported cell of 41 lines"),
+        (code("#| cuda\nf()", printed("1\n")), "although it is not executed"),
+        (code("#| eval: false\nf()", printed("1\n")), "although it is not executed"),
+        (code("f()", printed("in /home/someone/project\n")), "a path of one machine"),
+        (code("f()", printed("x" * 20_001)), "an output of 20,001 characters"),
+        (code("f()", printed("careful", "stderr")), "stderr"),
+        (code("f()", {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}), "an error is committed"),
+        (code("f()", shown(image_png="A"), shown(image_png="B")), "2 pictures (limit 1)"),
+    ],
+)
+def test_faults_of_form_are_named(notebook, cell, fault):
+    faults = lint(notebook(cell))
+    assert len(faults) == 1 and fault in faults[0]
+
+
+def test_the_first_cell_is_a_title_with_a_line_of_what_it_does(notebook):
+    assert "first cell" in lint(notebook(title=markdown("# tiny")))[0]
+
+
+def test_hidden_and_generated_folders_hold_no_notebooks(notebook):
+    path = notebook()
+    for folder in ("_proc", ".ipynb_checkpoints", "experiments"):
+        (path.parent / folder).mkdir()
+        (path.parent / folder / "x.ipynb").write_text("{}")
+    assert [p.name for p in find_notebooks(path.parent)] == ["00_tiny.ipynb", "x.ipynb"]
+
+
+# ---- execution ------------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_that_tells_the_truth_passes_and_leaves_nothing_behind(notebook):
+    cells = [
+        code("import json\nfrom pathlib import Path"),
+        code('print(sum(json.loads(Path("results/figures.json").read_text())) / 7)', printed("0.42857\n")),
+        code('Path("stray").write_text("x");'),
+        code("#| slow\nraise ValueError"),
+    ]
+    path = notebook(*cells)
+    before = path.read_bytes()
+    assert run(path).faults == []
+    assert path.read_bytes() == before
+    assert {p.name for p in path.parent.iterdir()} == {"00_tiny.ipynb", "results"}
+    assert not run(path, skip=["cuda"]).ok
+
+
+def test_an_old_output_fails_with_a_difference(notebook):
+    result = run(notebook(code("1 + 1", shown(text_plain="3"))))
+    assert not result.ok
+    assert "-3" in result.faults[0] and "+2" in result.faults[0]
+    result = run(notebook(code("x = 1", printed("left over\n"))))
+    assert "-left over" in result.faults[0]
+
+
+def test_an_error_fails_with_its_traceback(notebook):
+    result = run(notebook(code('raise ValueError("broken here")')))
+    assert not result.ok
+    assert "broken here" in result.log
+
+
+def test_a_notebook_that_hangs_is_stopped_with_its_children(notebook):
+    cells = [code("import subprocess\nimport time"), code('p = subprocess.Popen(["sleep", "77"])\ntime.sleep(77)')]
+    result = run(notebook(*cells), timeout=4)
+    assert result.faults == ["stopped at its time limit of 4 s"]
+    assert "time.sleep(77)" in result.log  # the stack of the cell that hangs
