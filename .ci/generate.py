@@ -1,4 +1,6 @@
-"""README.md is nbs/index.ipynb: `python .ci/readme.py` writes it, `--check` fails when the two differ."""
+"""Writes what follows from the notebooks: README.md (which is nbs/index.ipynb) and the sidebar's list in _quarto.yml.
+
+`--check` writes nothing and fails when one of them is out of date."""
 
 import json
 import re
@@ -6,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = "<!-- made from nbs/index.ipynb by .ci/readme.py: edit the notebook -->\n\n"
+HEADER = "<!-- made from nbs/index.ipynb by .ci/generate.py: edit the notebook -->\n\n"
 
 
 def text(lines) -> str:
@@ -44,9 +46,32 @@ def readme(notebook: Path) -> str:
     return HEADER + "\n\n".join(part.strip() for cell in cells for part in shown(cell) if part.strip()) + "\n"
 
 
+def sidebar(folder: Path) -> str:
+    """The sidebar's contents: the index, the rooms, then the notebooks of each folder."""
+    sections = {"The rooms": sorted(folder.glob("[0-9]*.ipynb"))}
+    for path in sorted(folder.glob("[a-z]*/")):
+        sections[path.name.capitalize()] = sorted(path.glob("*.ipynb"))
+    lines = ["      - index.ipynb"]
+    for name, notebooks in sections.items():
+        if notebooks:
+            lines += [f"      - section: {name}", "        contents:"]
+            lines += [f"          - {path.relative_to(folder)}" for path in notebooks]
+    return "\n".join(lines) + "\n"
+
+
+def site(quarto: str, folder: Path) -> str:
+    """_quarto.yml with an up-to-date sidebar."""
+    return re.sub(r"(?m)(?<=^    contents:\n)(?: {6,}.*\n)+", sidebar(folder), quarto)
+
+
 if __name__ == "__main__":
-    target, wanted = ROOT / "README.md", readme(ROOT / "nbs" / "index.ipynb")
+    wanted = {
+        ROOT / "README.md": readme(ROOT / "nbs" / "index.ipynb"),
+        ROOT / "_quarto.yml": site((ROOT / "_quarto.yml").read_text("utf-8"), ROOT / "nbs"),
+    }
+    old = [path for path in wanted if not path.exists() or path.read_text("utf-8") != wanted[path]]
     if "--check" not in sys.argv:
-        target.write_text(wanted, "utf-8")
-    elif target.read_text("utf-8") != wanted:
-        sys.exit("README.md differs from nbs/index.ipynb: run `python .ci/readme.py`")
+        for path in old:
+            path.write_text(wanted[path], "utf-8")
+    elif old:
+        sys.exit(f"out of date: {', '.join(path.name for path in old)} (run `.ci/prepare`)")
