@@ -215,6 +215,11 @@ class TextTokenizer:
         texts, instructions = _check_texts(texts, instruction)
         return _tokenize(self, texts, instructions) if texts else []
 
+    def config(self) -> dict:
+        "The arguments that make this again from the same tokenizer, as plain JSON values."
+        eos_token = self.tokenizer.convert_ids_to_tokens(self.template.eos_id)
+        return {"template": self.template.style, "max_length": self.max_length, "eos_token": eos_token}
+
     def __repr__(self):
         return f"TextTokenizer({self.template.style}, max_length={self.max_length})"
 
@@ -254,27 +259,3 @@ def _tokenize(text_tokenizer, texts, instructions):
 def _first_beyond(offsets, position):
     "Index of the first token that ends behind character `position`."
     return next((index for index, (_, end) in enumerate(offsets) if end > position), len(offsets))
-
-# %% ../nbs/00_text.ipynb #e99c3572
-def _config(self) -> dict:
-    "What a saved model has to remember, as plain JSON values."
-    return {
-        "style": self.template.style,
-        "max_length": self.max_length,
-        "eos_token": self.tokenizer.convert_ids_to_tokens(self.template.eos_id),
-    }
-
-
-def _from_config(
-    cls,
-    tokenizer,  # the tokenizer saved with the model
-    config: dict,  # what `config()` gave
-):
-    "The `TextTokenizer` that `config` describes. Raises `InputError` for missing or unknown keys."
-    if set(config) != {"style", "max_length", "eos_token"}:
-        raise InputError(f"a text configuration has style, max_length and eos_token, this one {sorted(config)}")
-    return cls(tokenizer, config["style"], config["max_length"], config["eos_token"])
-
-
-TextTokenizer.config = _config
-TextTokenizer.from_config = classmethod(_from_config)
