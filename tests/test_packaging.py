@@ -18,6 +18,7 @@ from notebook_checks import ROOT, find_notebooks
 
 PACKAGE = ROOT / "anchor_embedding"
 HEAVY = ["torch", "transformers", "pandas", "matplotlib"]
+BUILD_FILES = ["pyproject.toml", "settings.ini", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"]
 NOT_NEEDED = ["nbdev", "fastcore", "execnb", "mteb", "datasets", "sentence_transformers"]
 
 
@@ -70,31 +71,28 @@ def test_version_is_the_same_everywhere():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from the tracked files (and those not yet added) in a folder of their own."""
+    """A wheel built in a folder of its own, from what packaging needs."""
     if find_spec("build") is None or find_spec("setuptools") is None:
         pytest.skip("needs build and setuptools")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in listed_files():
-        if not name.startswith(("nbs/", "tests/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    for name in [*BUILD_FILES, *package_files()]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
-def listed_files():
-    """Names of the project's files: what git tracks or would add."""
-    command = ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [name for name in names if (ROOT / name).is_file()]
+def package_files():
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    return [path.relative_to(ROOT).as_posix() for path in files]
 
 
 def test_wheel_holds_every_module_and_resource(wheel):
     packed = {name for name in wheel.namelist() if name.startswith("anchor_embedding/")}
-    assert packed == {name for name in listed_files() if name.startswith("anchor_embedding/")}
+    assert packed == set(package_files())
     assert {name.split("/")[0] for name in wheel.namelist()} == {"anchor_embedding", info_folder(wheel)}
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
