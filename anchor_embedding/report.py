@@ -6,7 +6,7 @@
 __all__ = ['METRICS', 'LABELS', 'COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'MARKERS', 'CSS', 'read_metrics', 'read_report',
            'results_table', 'noise', 'heldout_queries', 'compare', 'headline', 'scale', 'findings', 'style', 'colour',
            'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage', 'plot_losses', 'plot_anchor_gain',
-           'inline_svg', 'results_html', 'searches_html', 'card_html', 'page_html', 'html_report']
+           'inline_svg', 'results_html', 'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
 
 # %% ../nbs/60_report.ipynb #683c3a4b
 import contextlib
@@ -270,6 +270,7 @@ def end_labels(
 ) -> None:
     "Write labels outside the right edge, at the heights of the lines they name."
     low, high = axes.get_ylim()
+    labels = [label for label in labels if math.isfinite(label[0])]
     inches = axes.figure.get_figheight() / len(axes.figure.axes) * 0.75
     placed = spread([(y - low) / (high - low) for y, *_ in labels], 0.17 / inches)
     for (_, text, ink, bold), height in zip(labels, placed, strict=True):
@@ -484,8 +485,7 @@ def card_html(
 ) -> str:
     "A JSON value as HTML: dictionaries become tables, lists are joined, everything is escaped."
     if isinstance(value, dict):
-        rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{card_html(v, folded)}</td></tr>" for k, v in value.items())
-        table = f"<table>{rows}</table>"
+        table = table_html(value, folded)
         return f"<details><summary>{len(value)} entries</summary>{table}</details>" if len(value) > folded else table
     if isinstance(value, (list, tuple)):
         text = ", ".join(map(str, value))
@@ -493,6 +493,12 @@ def card_html(
     if isinstance(value, float):
         return f"{value:.6g}"
     return "–" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
+
+
+def table_html(values: dict, folded: int = 8) -> str:
+    "A dictionary as an open table, a row a key."
+    rows = (f"<tr><th>{html.escape(str(k))}</th><td>{card_html(v, folded)}</td></tr>" for k, v in values.items())
+    return f"<table>{''.join(rows)}</table>"
 
 # %% ../nbs/60_report.ipynb #9577f9f4
 def _figures(report):
@@ -518,7 +524,7 @@ def _ran(report):
         facts["training speed"] = f"{report['tokens_per_second']:,.0f} tokens per second"
     if report.get("timing"):
         facts["seconds"] = {phase: round(seconds, 1) for phase, seconds in report["timing"].items()}
-    return f'<div class="card scroll">{card_html(facts | report.get("card", {}), folded=12)}</div>'
+    return f'<div class="card scroll">{table_html(facts | report.get("card", {}))}</div>'
 
 # %% ../nbs/60_report.ipynb #8e469aec
 def page_html(
