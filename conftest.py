@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from notebook_checks import ROOT, cell_flags, check, find_notebooks, lint
+from notebook_checks import ROOT, cell_flags, check, find_notebooks, lint, stop_all
 
 NBS = ROOT / "nbs"
 
@@ -107,7 +107,9 @@ def start_notebooks(session) -> dict:
 
 def pytest_sessionfinish(session):
     if POOL in session.stash:
-        session.stash[POOL].shutdown(wait=True, cancel_futures=True)
+        session.stash[POOL].shutdown(wait=False, cancel_futures=True)
+        stop_all()
+        session.stash[POOL].shutdown(wait=True)
 
 
 def has_cuda() -> bool:

@@ -4,7 +4,7 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
@@ -28,7 +28,7 @@ setup(
     license_expression=settings["license"],
     license_files=["LICENSE"],
     classifiers=lines("classifiers"),
-    packages=find_packages(include=[package, f"{package}.*"]),
+    packages=find_namespace_packages(include=[package, f"{package}.*"], exclude=["*.__pycache__"]),
     package_data={package: lines("package_data")},
     install_requires=lines("requirements"),
     extras_require={key.split("_")[0]: lines(key) for key in settings if key.endswith("_requirements")},

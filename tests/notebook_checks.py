@@ -147,17 +147,15 @@ def same_text(old: str, new: str, rtol: float = 1e-3, atol: float = 1e-6) -> boo
 
 
 def shown_parts(cell: dict) -> list[tuple[str, str]]:
-    """A cell's outputs as (kind, text): printed text joined, pictures by kind only, stderr left out."""
-    parts: list[tuple[str, str]] = []
-    for output in cell.get("outputs", []):
+    """A cell's outputs as (kind, text): printed text in one piece and first (JupyterLab keeps its place among the
+    displayed ones, nbdev does not), pictures by kind only, stderr left out."""
+    outputs = cell.get("outputs", [])
+    streams = [o for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout"]
+    parts = [("printed", "".join(joined(o["text"]) for o in streams))] if streams else []
+    for output in outputs:
         if output["output_type"] == "stream":
-            if output["name"] == "stderr":
-                continue
-            text = joined(output["text"])
-            if parts and parts[-1][0] == "printed":
-                text = parts.pop()[1] + text
-            parts.append(("printed", text))
-        elif output["output_type"] == "error":
+            continue
+        if output["output_type"] == "error":
             parts.append(("error", output["ename"]))
         else:
             for mime, value in sorted(output["data"].items()):
@@ -238,23 +236,36 @@ def _context():
 
 
 def _end(process, number: int) -> None:
+    """Signal a notebook's process and its children; or itself alone, before it has a group of its own."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        pass
+        process.kill()
+
+
+RUNNING: set = set()
+
+
+def stop_all() -> None:
+    """End the notebooks that still run, when nobody waits for them any more."""
+    for process in list(RUNNING):
+        _end(process, signal.SIGKILL)
 
 
 def execute(path: Path, skip: list[str], log: Path, timeout: float) -> str:
     """Run the notebook in place, in a process of its own; what went wrong, or an empty string."""
     process = _context().Process(target=_child, args=(str(path), skip, str(log)))
     process.start()
+    RUNNING.add(process)
     process.join(timeout)
     if process.is_alive():
         _end(process, signal.SIGINT)  # nbdev answers with the stack of the cell that hangs
         process.join(5)
         _end(process, signal.SIGKILL)
         process.join()
+        RUNNING.discard(process)
         return f"stopped at its time limit of {timeout:g} s"
+    RUNNING.discard(process)
     return "" if process.exitcode == 0 else f"failed (exit code {process.exitcode})"
 
 
