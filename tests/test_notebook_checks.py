@@ -81,11 +81,8 @@ def test_pictures_are_compared_by_kind():
 def test_printed_parts_are_joined_and_stderr_and_addresses_ignored():
     old = code("f()", printed("a\nb <f at 0x12ab>\n"))
     assert compare_cell(old, code("f()", printed("a\n"), printed("warned", "stderr"), printed("b <f>\n"))) == ""
-    first, last = (
-        code("f()", *outputs)
-        for outputs in ([printed("a"), shown(text_plain="1")], [shown(text_plain="1"), printed("a")])
-    )
-    assert compare_cell(first, last) == ""
+    text, value = printed("a"), shown(text_plain="1")
+    assert compare_cell(code("f()", text, value), code("f()", value, text)) == ""
 
 
 # ---- form -----------------------------------------------------------------------------------------------------------
