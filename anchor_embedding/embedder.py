@@ -8,13 +8,11 @@ __all__ = ['SETTINGS_FILE', 'CHUNK_TEXTS', 'Embedder', 'encode_texts', 'write_em
 # %% ../nbs/35_embedder.ipynb #676e2cb5
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from . import __version__
 from anchor_embedding.decoder import (
@@ -28,6 +26,7 @@ from anchor_embedding.decoder import (
 from .errors import InputError
 from .files import atomic_folder
 from .packing import pack, token_budget_batches
+from .progress import progress_bar
 from .smollm2 import resolve_base
 from .text import TextTokenizer
 
@@ -94,7 +93,7 @@ def encode_texts(
     instruction: str | Sequence[str | None] | None = None,  # for all texts, or one each; queries have one, documents mostly not
     batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
     normalize: bool = False,  # to length 1
-    progress: bool | None = None,  # a progress bar; None = when the error stream is a terminal
+    progress: bool | None = None,  # see `progress_bar`
 ) -> np.ndarray:  # (n, d) float32
     "Vectors of texts; a text's vector does not depend on what else is in the call. Raises `InputError` for what is not text."
     if isinstance(texts, str):
@@ -103,9 +102,8 @@ def encode_texts(
     vectors = np.empty((len(texts), embedder.dimension), dtype=np.float32)
     was_training = decoder.training
     decoder.eval()
-    hidden_bar = not sys.stderr.isatty() if progress is None else not progress
     try:
-        with tqdm(total=len(texts), unit="text", desc="encode", disable=hidden_bar) as bar:
+        with progress_bar(len(texts), "encode", "text", progress=progress) as bar:
             for rows, ids in _token_batches(embedder, texts, instruction, batch_tokens):
                 found = decoder(CausalDecoder.encode, pack(ids, decoder.device), embedder.pooling)
                 vectors[rows] = found.float().cpu().numpy()
