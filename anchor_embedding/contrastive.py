@@ -74,8 +74,7 @@ class Contrastive:
 
     def parts(self, batch: TokenBatch) -> list[list[list[int]]]:
         "All texts (queries, positives, negatives) as token ids, in micro-batches."
-        texts = [*batch.queries, *batch.positives, *(n for row in batch.negatives for n in row)]
-        ids = [text.ids for text in texts]
+        ids = [text.ids for text in batch.texts]
         return [[ids[i] for i in group] for group in token_budget_batches([*map(len, ids)], self.token_budget)]
 
     def encode(self, decoder: CausalDecoder, part: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -93,7 +92,8 @@ class Contrastive:
                 vectors.append(model(self.encode, part))
         loss, gradient, candidates = global_infonce(torch.cat(vectors), len(batch.queries), self.temperature, accelerator)
         gradient = gradient * accelerator.num_processes  # data-parallel wrappers average over ranks
-        for index, (part, state, upstream) in enumerate(zip(parts, states, gradient.split([*map(len, parts)]))):
+        upstreams = gradient.split([*map(len, parts)])
+        for index, (part, state, upstream) in enumerate(zip(parts, states, upstreams, strict=True)):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1), replayed(state, device):
                 again = vectors[0] if alone else model(self.encode, part)
                 accelerator.backward((again.float() * upstream).sum())

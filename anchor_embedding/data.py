@@ -403,6 +403,16 @@ class TokenBatch:
     def __len__(self):
         return len(self.queries)
 
+    @property
+    def texts(self) -> list[TokenizedText]:
+        "All texts: queries, then positives, then negatives row by row."
+        return [*self.queries, *self.positives, *(text for row in self.negatives for text in row)]
+
+    @property
+    def num_tokens(self) -> int:
+        "Tokens of all texts, template and EOS included."
+        return sum(map(len, self.texts))
+
     def take(self, rows: Iterable[int]) -> "TokenBatch":
         "The batch of these rows, in this order."
         rows = list(rows)

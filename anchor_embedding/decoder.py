@@ -115,7 +115,7 @@ def vocabulary_loss(
         return F.cross_entropy(logits, t, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float32)
-    for h, t in zip(hidden.split(rows), targets.split(rows)):
+    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
         total = total + checkpoint(of_rows, h, weight, t, use_reentrant=False, preserve_rng_state=False)
     return total
 
@@ -145,44 +145,50 @@ def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
     return scale
 
 # %% ../nbs/15_decoder.ipynb #204163a3
+def _demand(holds: bool, fault: str) -> None:
+    if not holds:
+        raise InputError(fault)
+
+
+def _check_states(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
+    "Causal, packed without leaks, logits are the head of the last state."
+    backbone, device, size = decoder.causal_lm.get_decoder(), decoder.device, len(decoder.head.weight)
+    batch, changed = pack([first], device), first[:-1] + [(first[-1] + 1) % size]
+    alone = packed_forward(backbone, batch)
+    _demand(_distance(packed_forward(backbone, pack([changed], device))[:-1], alone[:-1]) < tolerance, "its attention is not causal")
+    together = packed_forward(backbone, pack([second, first], device))[len(second) :]
+    _demand(_distance(together, alone) < tolerance, "packed texts see each other")
+    logits = decoder.causal_lm(
+        input_ids=batch.ids[None], position_ids=batch.positions[None], cu_seqlens=batch.cu_seqlens, lengths=batch.lengths, use_cache=False
+    ).logits[0]
+    plain = F.linear(alone, decoder.head.weight, decoder.head.bias)
+    _demand(_distance(logits, plain) < tolerance, "its logits are scaled or soft-capped after the head")
+
+
+def _check_anchors(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
+    "An anchor reaches the whole of its own text and nothing else."
+    decoder.embedding_scale = _measure_scale(decoder, pack([first], decoder.device))
+    anchors = torch.randn(2, decoder.hidden_size, generator=torch.Generator().manual_seed(0)).to(decoder.device)
+    other, pair = torch.stack([-anchors[0], anchors[1]]), pack([first, second], decoder.device)
+    states, changed = decoder.decode(anchors, pair), decoder.decode(other, pair)
+    _demand(_distance(changed[:1], states[:1]) > tolerance, "the anchor does not reach the first prediction")
+    _demand(_distance(changed[len(first) :], states[len(first) :]) < tolerance, "an anchor reaches another text")
+
+# %% ../nbs/15_decoder.ipynb #86414244
 @torch.no_grad()
 def probe(decoder: CausalDecoder) -> None:
     "Check on random tokens that the model is one this package can train; sets `embedding_scale`. Raises `InputError` naming model and fault."
-    name, tolerance = type(decoder.causal_lm).__name__, 1e-3 if decoder.head.weight.dtype == torch.float32 else 0.1
+    name, weight = type(decoder.causal_lm).__name__, decoder.head.weight
+    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.1
     generator = torch.Generator().manual_seed(0)
-    size = min(len(decoder.head.weight), decoder.causal_lm.get_input_embeddings().weight.shape[0])
-    first, second, changed = (torch.randint(0, size, (n,), generator=generator).tolist() for n in (9, 13, 9))
-    changed = first[:-1] + [(first[-1] + 1) % size]
-    backbone, device = decoder.causal_lm.get_decoder(), decoder.device
-
-    def states(*texts):
-        return packed_forward(backbone, pack(texts, device))
-
-    def demand(holds: bool, fault: str):
-        if not holds:
-            raise InputError(f"{name} cannot be used: {fault}")
-
+    first, second = (torch.randint(0, len(weight), (n,), generator=generator).tolist() for n in (9, 13))
     was_training = decoder.training
     decoder.eval()
     try:
-        alone = states(first)
-        demand(_distance(states(changed)[:-1], alone[:-1]) < tolerance, "its attention is not causal")
-        demand(_distance(states(second, first)[13:], alone) < tolerance, "packed texts see each other")
-        batch = pack([first], device)
-        logits = decoder.causal_lm(
-            input_ids=batch.ids[None], position_ids=batch.positions[None], cu_seqlens=batch.cu_seqlens,
-            lengths=batch.lengths, use_cache=False,
-        ).logits[0]  # fmt: skip
-        plain = F.linear(alone, decoder.head.weight, decoder.head.bias)
-        demand(_distance(logits, plain) < tolerance, "its logits are scaled or soft-capped after the head")
-        decoder.embedding_scale = _measure_scale(decoder, batch)
-        anchors = torch.randn(2, decoder.hidden_size, generator=generator).to(device)
-        pair = pack([first, second], device)
-        one, other = decoder.decode(anchors, pair), decoder.decode(anchors * torch.tensor([[-1.0], [1.0]]).to(device), pair)
-        demand(_distance(one[:1], other[:1]) > tolerance, "the anchor does not reach the first prediction")
-        demand(_distance(one[9:], other[9:]) < tolerance, "an anchor reaches another text")
+        _check_states(decoder, first, second, tolerance)
+        _check_anchors(decoder, first, second, tolerance)
     except (InputError, TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-        raise error if str(error).startswith(name) else InputError(f"{name} cannot be used: {error}") from error
+        raise InputError(f"{name} cannot be used: {error}") from error
     finally:
         decoder.train(was_training)
 

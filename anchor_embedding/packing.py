@@ -105,7 +105,7 @@ def sdpa_per_sequence(
 ):  # (1, H, T, D)
     "Causal attention of every text over itself, one text at a time."
     out = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         cut = window is not None and q.shape[2] > window
         mask = _window_mask(q.shape[2], window, q.device) if cut else None
         out.append(

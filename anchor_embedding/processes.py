@@ -42,4 +42,4 @@ def gather_rows(
     padded[: len(rows)] = rows
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return [part[: int(s)] for part, s in zip(everyone, sizes)]
+    return [part[: int(s)] for part, s in zip(everyone, sizes, strict=True)]

@@ -56,7 +56,7 @@ def decode_sums(
         return anchors.sum() * torch.zeros(len(counts), device=anchors.device)
     batch = decode_batch([body for direction in bodies for body in direction], headers, decoder.device)
     states = decoder.decode(anchors[batch.of], batch.inputs)[batch.scored]
-    parts = zip(states.split(counts), batch.targets.split(counts))
+    parts = zip(states.split(counts), batch.targets.split(counts), strict=True)
     return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
 
 # %% ../nbs/20_reconstruction.ipynb #4d63a89c
@@ -106,7 +106,7 @@ class Reconstruction(ReconstructionPasses):
 
     def micro_batches(self, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of at most `token_budget` encode tokens."
-        lengths = [len(q) + len(d) for q, d in zip(batch.queries, batch.positives)]
+        lengths = [len(q) + len(d) for q, d in zip(batch.queries, batch.positives, strict=True)]
         return [batch.take(group) for group in token_budget_batches(lengths, self.token_budget)]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
@@ -136,7 +136,7 @@ class Reconstruction(ReconstructionPasses):
 
 def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:
     "Loss terms by name, and `loss`, as plain numbers (one transfer from the device)."
-    return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist()))
+    return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist(), strict=True))
 
 # %% ../nbs/20_reconstruction.ipynb #f4f33fc3
 @torch.no_grad()
@@ -161,4 +161,4 @@ def anchor_gain(
     unit = torch.nn.functional.normalize(anchors[1].float(), dim=-1)
     n = len(unit)
     cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
-    return dict(zip(("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"), [*gains.tolist(), cosine.item()]))
+    return dict(zip(("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"), [*gains.tolist(), cosine.item()], strict=True))
