@@ -12,6 +12,7 @@ import json
 import math
 import platform
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -96,6 +97,9 @@ def make_data(recipe: Recipe, tokenizer: TextTokenizer, examples: Sequence[Examp
     plan = BatchPlan([example.dataset for example in examples], recipe.batch_size, recipe.seed)
     instructions = {"none": Instructions.none, "paper": Instructions.paper}.get(recipe.instructions)
     instructions = instructions() if instructions else Instructions.from_file(recipe.instructions)
+    untold = sorted({name for name in plan.rows if instructions.table and not any(instructions.for_example(name, 0))})
+    if untold:
+        warnings.warn(f"no instruction for {', '.join(untold)} in instructions = {recipe.instructions!r}", stacklevel=2)
     source = {**source, "pairs": len(examples), "fingerprint": fingerprint(examples)}
     hard_negatives = recipe.objective_settings().get("hard_negatives", 0)
     return TrainingData(examples, plan, tokenizer, instructions, hard_negatives, source)
