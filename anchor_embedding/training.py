@@ -5,17 +5,19 @@
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'make_data', 'prepare_embedder', 'device_name',
            'learning_rate', 'RunFolder', 'save_checkpoint', 'load_optimizer', 'seed_step', 'Training', 'train',
-           'write_card', 'finish', 'dry_run']
+           'source_commit', 'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
 import math
 import platform
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -165,19 +167,16 @@ class RunFolder:
     def __init__(self, path: str | Path, main: bool = True):
         self.path, self.main = Path(path), main
 
-    def start(self, recipe: Recipe, resume: bool) -> int:
-        "Create the folder, or find the step to go on from; raises `InputError` when another run lies there."
+    def start(self, recipe: Recipe, resume: bool) -> None:
+        "Create the folder or, to go on, cut the logs back to the newest checkpoint; raises `InputError` when another run lies there."
         kept = self.path / "recipe.toml"
         if kept.exists() and not resume:
             raise InputError(f"{self.path} already holds a run; choose another --out, or go on with --resume")
         if kept.exists() and kept.read_text() != recipe.to_toml():
             raise InputError(f"{kept} differs from the recipe that was given; resume with the same settings or choose another --out")
-        step = max(self.checkpoints(), default=0)
-        if self.main:
-            write_text(kept, recipe.to_toml())
-            self._cut("metrics.jsonl", step)
-            self._cut("evals.jsonl", step)
-        return step
+        write_text(kept, recipe.to_toml())
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            self._cut(name, max(self.checkpoints(), default=0))
 
     def checkpoints(self) -> list[int]:
         "Steps after which there is a checkpoint to go on from."
@@ -239,8 +238,10 @@ class Training:
             raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {self.world} processes")
         self.say = say if self.accelerator.is_main_process else lambda text: None
         self.folder = RunFolder(out, self.accelerator.is_main_process)
-        self.first = self.folder.start(recipe, resume)
+        if self.accelerator.is_main_process:
+            self.folder.start(recipe, resume)
         self.accelerator.wait_for_everyone()
+        self.first = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
         self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
         self.decoder, self.objective = self.embedder.decoder, make_objective(recipe)
@@ -327,6 +328,17 @@ def train(
     return finish(run)
 
 # %% ../nbs/45_training.ipynb #3f97d8d2
+def source_commit() -> str:
+    "The git commit this package runs from, with + when files were changed since; empty outside a checkout."
+    git = ["git", "-C", str(files("anchor_embedding"))]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""
+
+# %% ../nbs/45_training.ipynb #a04c0fd2
 def write_card(run: Training) -> str:
     "Write card.json: what this run is made of. Returns one line for the log."
     recipe, data = run.recipe, run.data
@@ -339,7 +351,7 @@ def write_card(run: Training) -> str:
         "parameters": total, "trained_parameters": trained, "processes": run.world,
         "negatives_pool": pool if recipe.objective == "contrastive" else "none",
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": source_commit(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
     if run.folder.main:
         write_text(run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n")

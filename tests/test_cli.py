@@ -1,0 +1,166 @@
+"""The command line: every command on a tiny model, and bad input as one clear line with exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from anchor_embedding import __version__
+from anchor_embedding.cli import main
+from anchor_embedding.embedder import Embedder
+from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+
+WORDS = PROSE.split()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny base model on disk."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer("smollm2").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A file of forty pairs."""
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(base, pairs, *more):
+    """Arguments that make any shipped recipe small."""
+    small = [f"base={base}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=3", "dtype=float32", *more]
+    return [part for item in small for part in ("--set", item)]
+
+
+def failure(capsys, *arguments):
+    """The one line that a command which must fail prints."""
+    assert main([str(a) for a in arguments]) == 2
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("anchor: ")]
+    assert len(lines) == 1 and "Traceback" not in printed.err and not printed.out
+    return lines[0]
+
+
+def command(*arguments, **options):
+    """`anchor …` in a process of its own."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from anchor_embedding.cli import main; sys.exit(main())", *map(str, arguments)],
+        capture_output=True, text=True, env=environment, timeout=300, **options,
+    )  # fmt: skip
+
+
+def test_help_is_quick_and_complete():
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = command("--help")
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("quickstart", "train", "encode", "recipes"))
+    assert min(seconds) < 1.5
+    assert command("--version").stdout.strip() == f"anchor_embedding {__version__}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["train"], ["encode", "model"], ["quickstart", "--steps", "many"]])
+def test_usage_errors_exit_2(arguments):
+    done = command(*arguments)
+    assert done.returncode == 2 and "usage:" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("recipe", "terms"), [("stage1", {"q2d", "d2q", "loss"}), ("stage2", {"infonce"}), ("baseline", {"infonce"})])
+def test_dry_run_ends_with_one_json_line(base, pairs, capsys, recipe, terms):
+    assert main(["train", recipe, *settings(base, pairs), "--dry-run"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert terms | {"texts", "tokens", "negatives"} <= line.keys()
+    assert line["texts"] == 16 and line["negatives"] == 0 and all(np.isfinite(line[term]) for term in terms)
+
+
+def test_alpha_is_the_weight_of_q2d(base, pairs, capsys):
+    lines = []
+    for alpha in (0.0, 0.3, 1.0):
+        main(["train", "stage1", *settings(base, pairs, f"alpha={alpha}"), "--dry-run"])
+        lines.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    for alpha, line in zip((0.0, 0.3, 1.0), lines, strict=True):
+        assert line["loss"] == pytest.approx(alpha * line["q2d"] + (1 - alpha) * line["d2q"], rel=1e-5)
+    assert lines[0]["q2d"] == pytest.approx(lines[2]["q2d"], rel=1e-6)
+
+
+def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
+    """Stage I, Stage II on its result, vectors of a file: the paper's way through the command line."""
+    assert main(["train", "stage1", *settings(base, pairs, "checkpoint_every=2"), "--out", str(tmp_path / "one")]) == 0
+    assert main(["train", "stage2", *settings(tmp_path / "one" / "final", pairs), "--out", str(tmp_path / "two")]) == 0
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n')
+    out = tmp_path / "vectors.npy"
+    model = tmp_path / "two" / "final"
+    assert main(["encode", str(model), "--in", str(texts), "--out", str(out), "--dtype", "float32"]) == 0
+    vectors = np.load(out)
+    assert vectors.shape == (3, 32) and vectors.dtype == np.float32 and np.isfinite(vectors).all()
+    rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    np.testing.assert_allclose(vectors, Embedder.from_pretrained(model, dtype="float32").encode(rows), rtol=1e-4, atol=1e-5)
+    assert main(["train", "stage1", *settings(base, pairs, "checkpoint_every=2"), "--out", str(tmp_path / "one"), "--resume"]) == 0
+
+
+def test_recipes_are_listed_and_shown(capsys):
+    assert main(["recipes"]) == 0
+    assert {"stage1", "stage2", "baseline", "quickstart"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert main(["recipes", "stage1", "--set", "alpha=0.5"]) == 0
+    assert "alpha = 0.5" in capsys.readouterr().out
+
+
+def test_bad_settings_are_named(base, pairs, capsys, tmp_path):
+    assert "alpha" in failure(capsys, "train", "stage2", *settings(base, pairs, "alpha=0.5"), "--dry-run")
+    assert "did you mean `learning_rate`" in failure(capsys, "train", "stage1", "--set", "learning_rat=1")
+    assert "alpha" in failure(capsys, "train", "stage1", "--set", "alpha=1.5")
+    assert "quickstart" in failure(capsys, "train", "stage9")
+    assert "nowhere.toml" in failure(capsys, "train", "nowhere.toml")
+    (tmp_path / "broken.toml").write_text('name = "x"\nsteps = = 3\n')
+    assert "broken.toml" in failure(capsys, "train", tmp_path / "broken.toml")
+    assert "pipeline" in failure(capsys, "train", "quickstart", "--dry-run")
+
+
+def test_bad_data_is_named(base, pairs, capsys, tmp_path):
+    def dry_run(text, *more):
+        path = tmp_path / "bad.jsonl"
+        path.write_text(text)
+        return failure(capsys, "train", "stage1", *settings(base, path, *more), "--dry-run")
+
+    good = '{"query": "q", "positive": "p"}\n'
+    assert "bad.jsonl:2" in dry_run(good + '{"query": "q", "pos\n')
+    assert "bad.jsonl:3" in dry_run(good * 2 + '{"query": "q"}\n') and "positive" in dry_run(good * 2 + '{"query": "q"}\n')
+    assert "bad.jsonl:1" in dry_run('{"query": "", "positive": "p"}\n')
+    assert "no rows" in dry_run("")
+    message = dry_run(good * 3)
+    assert "batch_size" in message and "3" in message
+    assert "nowhere" in failure(capsys, "train", "stage1", *settings(base, tmp_path / "nowhere.jsonl"), "--dry-run")
+
+
+def test_odd_but_usable_data(base, capsys, tmp_path):
+    """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
+    path = tmp_path / "odd.jsonl"
+    rows = [{"query": "lone \ud800 half", "positive": "x"}, {"query": "long", "positive": "word " * 10_000}] * 4
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["train", "stage1", *settings(base, path), "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] <= 16 * 40
+
+
+def test_unknown_models_are_named(pairs, capsys, tmp_path):
+    assert "no-such/model" in failure(capsys, "train", "stage1", *settings("no-such/model", pairs), "--dry-run")
+    (tmp_path / "texts.txt").write_text("one\n")
+    assert "no-such/model" in failure(capsys, "encode", "no-such/model", "--in", tmp_path / "texts.txt", "--out", tmp_path / "v.npy")
+    assert not (tmp_path / "v.npy").exists()
+
+
+def test_debug_shows_the_traceback():
+    done = command("--debug", "train", "nowhere.toml")
+    assert done.returncode != 0 and "Traceback" in done.stderr

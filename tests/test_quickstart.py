@@ -1,0 +1,111 @@
+"""The main job, shortened: both arms on a tiny base and docstring pairs; the real one runs on SmolLM2."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from anchor_embedding.data import docstring_pairs
+from anchor_embedding.embedder import Embedder
+from anchor_embedding.errors import InputError
+from anchor_embedding.pipeline import run_pipeline
+from anchor_embedding.recipe import load_recipe
+from anchor_embedding.testing import tiny_model, tiny_tokenizer
+
+METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer("smollm2").save_pretrained(folder)
+    return folder
+
+
+def pipeline(base, *more):
+    return load_recipe("quickstart", [f"base={base}", "steps=4", "batch_size=8", "evaluation.pairs=40", "evaluation.every=2", *more])
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("quickstart") / "out"
+    return out, run_pipeline(pipeline(base), out, progress=False, say=lambda text: None)
+
+
+def test_report_has_what_it_promises(finished):
+    out, returned = finished
+    report = json.loads((out / "report.json").read_text())
+    assert report == json.loads(json.dumps(returned))
+    assert {"arms", "base", "bm25", "seconds", "tokens_per_second", "losses", "examples", "card", "findings"} <= report.keys()
+    for arm in ("baseline", "anchor"):
+        assert [row["step"] for row in report["arms"][arm]] == [0, 2, 4]
+        assert all(METRICS <= row.keys() for row in report["arms"][arm])
+    assert METRICS <= report["base"].keys() and METRICS <= report["bm25"].keys()
+    assert report["base"] == {k: v for k, v in report["arms"]["baseline"][0].items() if k not in ("step", "seconds")}
+    assert report["losses"].keys() == {"baseline/stage2", "anchor/stage1", "anchor/stage2"}
+    assert all(len(rows) == 4 for rows in report["losses"].values())
+    assert {"anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"} <= report["losses"]["anchor/stage1"][0].keys()
+    assert len(report["examples"]) == 5 and all(len(h) == 3 for e in report["examples"] for h in e["hits"].values())
+
+
+def test_arms_meet_the_same_batches_and_negatives(finished):
+    out, _ = finished
+    cards = [json.loads((out / "runs" / f"{arm}-stage2" / "card.json").read_text()) for arm in ("baseline", "anchor")]
+    assert cards[0]["fingerprint"] == cards[1]["fingerprint"]
+    assert cards[0]["negatives_pool"] == cards[1]["negatives_pool"]
+    lines = [(out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines() for arm in ("baseline", "anchor")]
+    for key in ("tokens", "candidates", "lr"):
+        values = [[json.loads(line)[key] for line in part] for part in lines]
+        assert values[0] == values[1], key
+
+
+def test_models_load_and_give_the_reported_figures(finished):
+    out, _ = finished
+    for arm in ("baseline", "anchor"):
+        vectors = Embedder.from_pretrained(out / arm, dtype="float32").encode(["what holds the ship", "the anchor"])
+        assert vectors.shape == (2, 32)
+    assert not (out / "runs" / "anchor-stage2" / "final").exists()
+
+
+def test_page_is_one_file(finished):
+    page = (finished[0] / "report.html").read_text()
+    assert page.count("<svg") >= 2 and "baseline" in page and "BM25" in page
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page) and "<script" not in page
+
+
+def test_no_heldout_text_is_trained_on(finished):
+    report = finished[1]
+    pairs = docstring_pairs()
+    assert set(report["card"]["heldout_packages"]) == set(pairs.heldout_packages)
+    trained = {text for pair in pairs.train for text in (pair.query, pair.positive)}
+    assert not trained & {text for example in report["examples"] for text in (example["query"], example["positive"])}
+
+
+def test_a_finished_folder_is_not_overwritten(base, finished):
+    with pytest.raises(InputError, match="already holds a finished run"):
+        run_pipeline(pipeline(base), finished[0], progress=False, say=lambda text: None)
+
+
+def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
+    out, report = finished
+    small = pipeline(base)
+    copy = tmp_path / "out"
+    shutil.copytree(out, copy)
+    for name in ("report.json", "report.html"):
+        (copy / name).unlink()
+    shutil.rmtree(copy / "anchor")  # stopped in the last stage of the second arm
+    with pytest.raises(InputError, match="other settings"):
+        run_pipeline(pipeline(base, "stage1.alpha=0.5"), copy, progress=False, say=lambda text: None)
+    again = run_pipeline(small, copy, progress=False, say=lambda text: None)
+    for arm, rows in report["arms"].items():
+        for row, other in zip(rows, again["arms"][arm], strict=True):
+            assert {k: v for k, v in row.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def test_own_pairs_instead_of_docstrings(base, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"query": f"question {i} about anchors", "positive": f"answer {i * i}"}) + "\n" for i in range(60)))
+    report = run_pipeline(pipeline(base, f"data={path}", "steps=2"), tmp_path / "out", progress=False, say=lambda text: None)
+    assert report["card"]["counts"] == {"train": 30, "heldout": 30}
