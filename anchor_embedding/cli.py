@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from . import __version__
@@ -124,7 +125,13 @@ def main(
 ) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted
     "The command line."
     args = _parser().parse_args(arguments)
-    _quiet_libraries()
+    with warnings.catch_warnings():
+        _quiet_libraries()
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    "The command, its errors as lines."
     try:
         args.run(args)
     except InputError as error:
@@ -139,11 +146,10 @@ def main(
 
 
 def _quiet_libraries() -> None:
-    "Keep other libraries' warnings out of the way of ours, unless the user has asked for them."
-    import warnings
-
+    "Other libraries' notices stay out of the way, unless the user has asked for them; ours are one line."
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
