@@ -69,7 +69,7 @@ class Contrastive:
 
     temperature: float = 0.05
     pooling: str = "eos"
-    token_budget: int = 16384  # tokens of a micro-batch; does not change the result
+    token_budget: int = 8192  # tokens of a micro-batch; does not change the result
     uses_head = False  # the vocabulary head plays no part
 
     def parts(self, batch: TokenBatch) -> list[list[list[int]]]:

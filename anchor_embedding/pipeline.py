@@ -65,6 +65,7 @@ def run_arm(
     pipeline: Pipeline,
     arm: str,
     out: Path,
+    base: str,  # where the first stage starts: a folder or hub name
     pairs: SplitPairs,
     evaluate: Callable[[Embedder], dict],
     progress: bool | None = None,
@@ -72,11 +73,10 @@ def run_arm(
 ) -> dict[str, Path]:  # stage → its run folder
     "Train the stages of an arm one after the other; what is finished is not done again."
     folders = {stage: out / "runs" / f"{arm}-{stage}" for stage in pipeline.arms[arm]}
-    base = None
     for recipe, folder in zip(pipeline.arm(arm), folders.values(), strict=True):
         if not (out / arm).exists() and not (folder / "final").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            recipe = recipe.replace(name=folder.name, **({"base": str(base)} if base else {}))
+            recipe = recipe.replace(name=folder.name, base=str(base))
             train(recipe, folder, pairs.train, evaluate if recipe.eval_every else None, progress=progress, say=say)
         base = folder / "final"
     if not (out / arm).exists():
@@ -159,11 +159,11 @@ def run_pipeline(
         say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 {figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}")
         return figures
 
-    folders = {arm: run_arm(pipeline, arm, out, pairs, evaluate, progress, say) for arm in pipeline.arms}
+    folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
     report = {"name": pipeline.name, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__}
     report |= collect(pipeline, folders)
     models = {arm: Embedder.from_pretrained(out / arm) for arm in pipeline.arms}
-    report |= {"base": untouched(pipeline, report, evaluate), "bm25": heldout.bm25()}
+    report |= {"base": untouched(pipeline, base.path, report, evaluate), "bm25": heldout.bm25()}
     report["examples"] = example_searches(heldout, models)
     report["card"] = report_card(pipeline, pairs, folders, base.source)
     report["timing"] = timing | report["timing"]
@@ -175,14 +175,14 @@ def run_pipeline(
     return report
 
 # %% ../nbs/65_pipeline.ipynb #93755abe
-def untouched(pipeline: Pipeline, report: dict, evaluate: Callable[[Embedder], dict]) -> dict:
+def untouched(pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[Embedder], dict]) -> dict:
     "Figures of the base model."
     for arm, stages in pipeline.arms.items():
         if len(stages) == 1 and report["arms"].get(arm):
             return {key: value for key, value in report["arms"][arm][0].items() if key not in ("step", "seconds")}
     first = next(iter(pipeline.stages.values()))
     settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling}
-    return evaluate(Embedder.from_pretrained(pipeline.base, **settings))
+    return evaluate(Embedder.from_pretrained(base, **settings))
 
 
 def report_card(pipeline: Pipeline, pairs: SplitPairs, folders: dict, source: str) -> dict:

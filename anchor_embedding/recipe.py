@@ -89,7 +89,7 @@ class ObjectiveSettings:
 class RunSettings:
     "How the machine is used and what is kept on the way."
     dtype: str = "auto"          # "auto", "float32" or "bfloat16" (autocast over float32 weights)
-    token_budget: int = 16384    # tokens in a micro-batch
+    token_budget: int = 8192    # tokens in a micro-batch
     checkpoint_every: int = 0    # steps; 0 = only at the end
     eval_every: int = 0          # steps; 0 = never
 

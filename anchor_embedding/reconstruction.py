@@ -71,7 +71,7 @@ class ReconstructionPasses:
     predict_eos: bool = False  # EOS is a target too
     decode_header: bool = False  # the template's header stands behind the slot, unscored
     pooling: str = "eos"  # how the encode pass makes a vector
-    token_budget: int = 16384  # encode tokens of a micro-batch
+    token_budget: int = 8192  # encode tokens of a micro-batch
 
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Target tokens of every text of every direction."
