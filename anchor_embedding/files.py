@@ -23,11 +23,8 @@ def _written_aside(path: Path, make):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = make(dir=path.parent, prefix=f".{path.name}.")
         yield aside
-        if path.is_dir():  # a folder cannot be replaced in one step: the old one steps aside first
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            os.replace(path, old / path.name)
-            os.replace(aside, path)
-            shutil.rmtree(old)
+        if path.is_dir():
+            _replace_folder(path, aside)
         else:
             os.replace(aside, path)
     except Exception as error:
@@ -38,6 +35,19 @@ def _written_aside(path: Path, make):
         if aside is not None:
             with suppress(FileNotFoundError):
                 shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+
+
+def _replace_folder(path: Path, aside: Path) -> None:
+    "Put `aside` in the place of an existing folder, unless that would lose files."
+    if not aside.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file")
+    others = sorted({entry.name for entry in path.iterdir()} - {entry.name for entry in aside.iterdir()})
+    if others:
+        raise InputError(f"cannot write {path}: it holds other files ({', '.join(others[:3])}); choose another place or remove them")
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))  # a folder cannot be replaced in one step
+    os.replace(path, old / path.name)
+    os.replace(aside, path)
+    shutil.rmtree(old)
 
 
 def _is_io(error: Exception) -> bool:

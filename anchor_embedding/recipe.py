@@ -6,15 +6,14 @@
 __all__ = ['GROUPS', 'OBJECTIVES', 'LORA', 'OWNED', 'KINDS', 'CHOICES', 'AT_LEAST', 'ABOVE_ZERO', 'UNIT', 'SubjectSettings',
            'TextSettings', 'OptimisationSettings', 'TuningSettings', 'ObjectiveSettings', 'RunSettings', 'closest',
            'check_type', 'check_value', 'settle', 'Recipe', 'check_known', 'replace_settings', 'show_text', 'show_html',
-           'toml_value', 'toml_table', 'recipe_toml', 'write_aside', 'EvaluationPlan', 'Pipeline', 'checked_pipeline',
-           'pipeline_dict', 'pipeline_toml', 'takes', 'recipe_from_dict', 'pipeline_from_dict', 'from_toml',
-           'parse_value', 'parse_overrides', 'override', 'shipped_recipes', 'load_recipe']
+           'toml_value', 'toml_table', 'recipe_toml', 'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'pipeline_dict',
+           'pipeline_toml', 'takes', 'recipe_from_dict', 'pipeline_from_dict', 'from_toml', 'parse_value',
+           'parse_overrides', 'override', 'shipped_recipes', 'load_recipe']
 
 # %% ../nbs/40_recipe.ipynb #32cf39c8
 import difflib
 import html
 import math
-import os
 import re
 import tomllib
 import types
@@ -25,6 +24,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from .errors import InputError
+from .files import write_text
 
 # %% ../nbs/40_recipe.ipynb #80d684b1
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class Recipe(RunSettings, ObjectiveSettings, TuningSettings, OptimisationSetting
 
     def save(self, path) -> None:
         "Write `to_toml()` to `path`: aside, then renamed, so that no half file is left."
-        write_aside(path, self.to_toml())
+        write_text(path, self.to_toml())
 
 # %% ../nbs/40_recipe.ipynb #e06705cd
 def check_known(
@@ -338,24 +338,6 @@ def recipe_toml(recipe: Recipe) -> str:
     "The TOML of one stage, a blank line between the groups."
     return "\n".join(toml_table(settings) for settings in _grouped(recipe).values())
 
-# %% ../nbs/40_recipe.ipynb #ae5f351a
-def write_aside(
-    path,       # file to write; its folder is made
-    text: str,  # UTF-8
-) -> None:
-    "Write a text file whole or not at all; InputError names the file when it cannot be written."
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be written ({e.strerror}); free space there or give another place") from e
-
 # %% ../nbs/40_recipe.ipynb #ff554b4e
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
@@ -401,7 +383,7 @@ class Pipeline:
 
     def save(self, path) -> None:
         "Write `to_toml()` to `path`: aside, then renamed."
-        write_aside(path, self.to_toml())
+        write_text(path, self.to_toml())
 
     def __repr__(self):
         return "\n".join([_arms_text(self), *map(show_text, self.stages.values())])

@@ -23,7 +23,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from .errors import InputError
-from .recipe import load_recipe, write_aside
+from .files import write_text
+from .recipe import load_recipe
 
 # %% ../nbs/60_report.ipynb #392380a7
 def _json_object(path, number, line):
@@ -554,4 +555,4 @@ def html_report(
     path,          # the file to write
 ) -> None:
     "Write the page as one self-contained file, aside and renamed; InputError when it cannot be written."
-    write_aside(path, page_html(report))
+    write_text(path, page_html(report))

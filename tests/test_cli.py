@@ -12,18 +12,9 @@ import pytest
 from anchor_embedding import __version__
 from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.testing import PROSE
 
 WORDS = PROSE.split()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny base model on disk."""
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer("smollm2").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,8 @@ from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
 from anchor_embedding.pipeline import run_pipeline
 from anchor_embedding.recipe import load_recipe
-from anchor_embedding.testing import tiny_model, tiny_tokenizer
 
 METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer("smollm2").save_pretrained(folder)
-    return folder
 
 
 def pipeline(base, *more):
