@@ -91,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(flags if options.pop("positional", False) else f"--{flags.replace('_', '-')}", **options)
         sub.set_defaults(run=function)
         return sub
-
     overrides = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "change a setting; may be repeated"}
     folder = {"type": Path, "metavar": "DIR"}
     command(
@@ -114,9 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         dtype={"choices": ("auto", "float32", "bfloat16"), "default": "auto"}, normalize={"action": "store_true"},
     )  # fmt: skip
     sub.add_argument("--in", dest="texts", type=Path, required=True, metavar="FILE", help="JSONL with `text`, or a text a line")
-    command(
-        recipes, recipe={"positional": True, "nargs": "?", "metavar": "RECIPE", "help": "show this one in full"}, set=overrides.copy(),
-    )  # fmt: skip
+    shown = {"positional": True, "nargs": "?", "metavar": "RECIPE", "help": "show this one in full"}
+    command(recipes, recipe=shown, set=overrides.copy())
     return parser
 
 # %% ../nbs/70_cli.ipynb #77e93df7

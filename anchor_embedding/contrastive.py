@@ -81,28 +81,25 @@ class Contrastive:
         "(n, d) vectors of a micro-batch."
         return decoder.encode(pack(part, decoder.device), self.pooling)
 
+    @torch.no_grad()
+    def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
+        "The loss of a batch, without gradient."
+        vectors, n = torch.cat([decoder(self.encode, part) for part in self.parts(batch)]), len(batch)
+        loss = infonce(vectors[:n], vectors[n:], self.temperature).item()
+        return {"infonce": loss, "loss": loss, "candidates": len(vectors) - n}
+
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch, of which this process holds `batch`; returns the loss and the number of candidates."
-        parts, device, states = self.parts(batch), accelerator.device, []
+        parts, device, states, vectors = self.parts(batch), accelerator.device, [], []
         alone = len(parts) == 1
         with nullcontext() if alone else torch.no_grad():
-            vectors = []
             for part in parts:
                 states.append(random_state(device))
                 vectors.append(model(self.encode, part))
         loss, gradient, candidates = global_infonce(torch.cat(vectors), len(batch.queries), self.temperature, accelerator)
-        gradient = gradient * accelerator.num_processes  # data-parallel wrappers average over ranks
-        upstreams = gradient.split([*map(len, parts)])
+        upstreams = (gradient * accelerator.num_processes).split([*map(len, parts)])  # wrappers average over ranks
         for index, (part, state, upstream) in enumerate(zip(parts, states, upstreams, strict=True)):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1), replayed(state, device):
                 again = vectors[0] if alone else model(self.encode, part)
                 accelerator.backward((again.float() * upstream).sum())
         return {"infonce": loss.item(), "loss": loss.item(), "candidates": candidates}
-
-    @torch.no_grad()
-    def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
-        "The loss of a batch, without gradient."
-        vectors = torch.cat([decoder(self.encode, part) for part in self.parts(batch)])
-        n = len(batch.queries)
-        loss = infonce(vectors[:n], vectors[n:], self.temperature).item()
-        return {"infonce": loss, "loss": loss, "candidates": len(vectors) - n}

@@ -446,7 +446,7 @@ class TokenBatch:
         rows = list(rows)
         return TokenBatch(*([part[row] for row in rows] for part in (self.queries, self.positives, self.negatives)))
 
-
+# %% ../nbs/05_data.ipynb #6c7d694e
 def tokenize_batch(
     examples: Sequence[Example],
     text_tokenizer: TextTokenizer,

@@ -30,23 +30,10 @@ class CausalDecoder(nn.Module):
         self.model, self.compute_dtype = model, compute_dtype
         self.embedding_scale = 1.0  # factor the model itself puts on its input embeddings; measured by `probe`
 
-    @property
-    def causal_lm(self):
-        "The transformers model, without the PEFT wrapper."
-        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-
-    @property
-    def hidden_size(self) -> int:
-        return self.head.weight.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.weight.device
-
-    @property
-    def head(self) -> nn.Linear:
-        "The vocabulary head: (V, d)."
-        return self.causal_lm.get_output_embeddings()
+    causal_lm = property(lambda self: self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
+    head = property(lambda self: self.causal_lm.get_output_embeddings())  # the vocabulary head, (V, d)
+    hidden_size = property(lambda self: self.head.weight.shape[1])
+    device = property(lambda self: self.head.weight.device)
 
     def forward(self, function: Callable, *args):
         "`function(self, *args)`, inside the forward of whatever wraps this module, matrix products in `compute_dtype`."

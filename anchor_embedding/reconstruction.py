@@ -133,7 +133,7 @@ class Reconstruction(ReconstructionPasses):
         means = sums / torch.tensor(counts, device=sums.device).clamp_min(1)
         return named_terms(DIRECTIONS, means, self.alpha * means[0] + (1 - self.alpha) * means[1])
 
-
+# %% ../nbs/20_reconstruction.ipynb #9113d7a9
 def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:
     "Loss terms by name, and `loss`, as plain numbers (one transfer from the device)."
     return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist(), strict=True))
