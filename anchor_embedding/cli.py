@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("anchor: interrupted; finished steps are in the run folder")
+        _say("anchor: interrupted; what was finished by then is in the run folder")
         return 130
     return 0
 

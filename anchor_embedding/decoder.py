@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ class CausalDecoder(nn.Module):
 
     def forward(self, function: Callable, *args):
         "`function(self, *args)`, inside the forward of whatever wraps this module, matrix products in `compute_dtype`."
-        lower = self.compute_dtype not in (None, self.head.weight.dtype)
+        lower = self.compute_dtype == torch.bfloat16 and self.head.weight.dtype == torch.float32
         with torch.autocast(self.device.type, self.compute_dtype, enabled=lower):
             return function(self, *args)
 
@@ -223,7 +224,7 @@ def _one_line(error: Exception) -> str:
 
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
-    dtype: torch.dtype = torch.float32,  # of the weights in memory
+    dtype: torch.dtype | str = torch.float32,  # of the weights in memory; "auto" = as they are stored
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
 ) -> CausalDecoder:
@@ -236,7 +237,7 @@ def load_decoder(
         return _load_adapter(name, dtype, device, compute_dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise InputError(
             f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
         ) from error

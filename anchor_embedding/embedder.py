@@ -98,6 +98,8 @@ def encode_texts(
     "Vectors of texts; a text's vector does not depend on what else is in the call. Raises `InputError` for what is not text."
     if isinstance(texts, str):
         return encode_texts(embedder, [texts], instruction, batch_tokens, normalize, progress=False)[0]
+    if isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
+        raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
     texts, decoder = list(texts), embedder.decoder
     vectors = np.empty((len(texts), embedder.dimension), dtype=np.float32)
     was_training = decoder.training
@@ -140,15 +142,16 @@ def read_settings(
 # %% ../nbs/35_embedder.ipynb #13615604
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    dtype: str = "auto",  # of the weights in memory: "auto", "float32" or "bfloat16"
+    dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto" keeps them as stored and multiplies in bfloat16 where the hardware does
     device: str | torch.device | None = None,  # None = the accelerator if there is one
     **settings,  # template, max_length, eos_token, pooling: in place of the saved ones
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)
     path = resolve_base(str(name)).path
-    weights, _ = choose_dtype(dtype, device)
+    compute, _ = choose_dtype(dtype, device)
+    weights = "auto" if dtype == "auto" and compute == torch.bfloat16 else compute
     settings = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos"} | read_settings(path) | settings
     pooling = settings.pop("pooling")
     tokenizer = TextTokenizer(load_tokenizer(path), **settings)
-    return Embedder(load_decoder(path, weights, device), tokenizer, pooling)
+    return Embedder(load_decoder(path, weights, device, compute), tokenizer, pooling)

@@ -87,6 +87,8 @@ def run_arm(
 def claim_folder(out: Path, pipeline: Pipeline) -> None:
     "Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for anything else."
     kept = out / "pipeline.toml"
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; choose another --out")
     if (out / "report.json").exists():
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
     if kept.exists() and kept.read_text() != pipeline.to_toml():

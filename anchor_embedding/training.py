@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'make_data', 'prepare_tokenizer', 'prepare_embedder',
-           'device_name', 'learning_rate', 'RunFolder', 'save_checkpoint', 'load_optimizer', 'seed_step',
-           'make_optimizer', 'check_finite', 'Training', 'train', 'source_commit', 'write_card', 'finish', 'dry_run']
+           'device_name', 'read_tensors', 'learning_rate', 'RunFolder', 'save_checkpoint', 'load_optimizer',
+           'seed_step', 'make_optimizer', 'check_finite', 'Training', 'train', 'source_commit', 'write_card', 'finish',
+           'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 # %% ../nbs/45_training.ipynb #f3f20be4
@@ -153,7 +155,15 @@ def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
     "LoRA weights of a checkpoint into a decoder that has fresh adapters."
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(decoder.model, load_file(folder / "adapter_model.safetensors"))
+    set_peft_model_state_dict(decoder.model, read_tensors(folder / "adapter_model.safetensors"))
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    "The tensors of a file; raises `InputError` when it is damaged."
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged ({error}); remove {path.parent} to go on from the checkpoint before it") from error
 
 # %% ../nbs/45_training.ipynb #e8d7ffe3
 def learning_rate(
@@ -222,7 +232,7 @@ def save_checkpoint(folder: Path, embedder: Embedder, optimizer: torch.optim.Opt
 def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.Optimizer) -> None:
     "Adam's state of a checkpoint."
     named = dict(decoder.named_parameters())
-    for key, value in load_file(folder / "optimizer.safetensors").items():
+    for key, value in read_tensors(folder / "optimizer.safetensors").items():
         name, entry = key.rsplit("|", 1)
         parameter = named[name]
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)

@@ -12,6 +12,7 @@ import pytest
 from anchor_embedding import __version__
 from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
+from anchor_embedding.errors import InputError
 from anchor_embedding.testing import PROSE
 
 WORDS = PROSE.split()
@@ -94,7 +95,7 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
     texts.write_text('{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n')
     out = tmp_path / "vectors.npy"
     model = tmp_path / "two" / "final"
-    assert main(["encode", str(model), "--in", str(texts), "--out", str(out), "--dtype", "float32"]) == 0
+    assert main(["encode", str(tmp_path / "two"), "--in", str(texts), "--out", str(out), "--dtype", "float32"]) == 0
     vectors = np.load(out)
     assert vectors.shape == (3, 32) and vectors.dtype == np.float32 and np.isfinite(vectors).all()
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
@@ -150,6 +151,20 @@ def test_unknown_models_are_named(pairs, capsys, tmp_path):
     (tmp_path / "texts.txt").write_text("one\n")
     assert "no-such/model" in failure(capsys, "encode", "no-such/model", "--in", tmp_path / "texts.txt", "--out", tmp_path / "v.npy")
     assert not (tmp_path / "v.npy").exists()
+
+
+def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
+    """A mistyped --out costs nobody their files."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    (tmp_path / "texts.txt").write_text("one\n")
+    assert "it is a folder" in failure(capsys, "encode", base, "--in", tmp_path / "texts.txt", "--out", precious)
+    assert "is a file" in failure(capsys, "quickstart", "--base", base, "--out", tmp_path / "texts.txt")
+    assert "not empty" in failure(capsys, "quickstart", "--base", base, "--out", precious)
+    with pytest.raises(InputError, match="other files"):
+        Embedder.from_pretrained(base).save_pretrained(precious)
+    assert [path.name for path in precious.iterdir()] == ["thesis.txt"]
 
 
 def test_debug_shows_the_traceback():

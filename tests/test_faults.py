@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -60,6 +61,17 @@ def test_full_disk_while_saving(tmp_path, limit):
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
     Embedder.from_pretrained(run / "final")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_damaged_checkpoint_is_named(tmp_path, name):
+    assert train(tmp_path, -1, 0).returncode == 0
+    run = tmp_path / "run"
+    (run / "step-000006" / name).write_bytes(b"")
+    done = train(tmp_path, -1, 0, "--resume")
+    assert done.returncode == 2 and "step-000006" in done.stderr and "Traceback" not in done.stderr
+    shutil.rmtree(run / "step-000006")
+    assert train(tmp_path, -1, 0, "--resume").returncode == 0
 
 
 def test_full_disk_while_encoding(tmp_path):
