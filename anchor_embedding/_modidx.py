@@ -265,6 +265,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.global_sum': ( 'processes.html#global_sum',
                                                                                        'anchor_embedding/processes.py'),
+                                            'anchor_embedding.processes.leave_group_at_exit': ( 'processes.html#leave_group_at_exit',
+                                                                                                'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.sync_gradients': ( 'processes.html#sync_gradients',
                                                                                            'anchor_embedding/processes.py')},
             'anchor_embedding.progress': { 'anchor_embedding.progress.LogLines': ('progress.html#loglines', 'anchor_embedding/progress.py'),

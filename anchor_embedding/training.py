@@ -53,7 +53,7 @@ from .embedder import Embedder, read_settings, write_embedder
 from .errors import InputError
 from .files import atomic_folder, write_text
 from .packing import attention_kernel
-from .processes import global_sum
+from .processes import global_sum, leave_group_at_exit
 from .progress import progress_bar
 from .recipe import Recipe
 from .reconstruction import Reconstruction, anchor_gain
@@ -143,7 +143,7 @@ def prepare_embedder(
     card = {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
     return Embedder(decoder.train(), tokenizer, recipe.pooling), card
 
-
+# %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
     "The accelerator's name, or the processor's architecture and threads."
     if device.type == "cuda":
@@ -270,6 +270,8 @@ class Training:
         self.recipe, self.world, self.rank = recipe, self.accelerator.num_processes, self.accelerator.process_index
         if recipe.batch_size % self.world:
             raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {self.world} processes")
+        if self.world > 1:
+            leave_group_at_exit()
         self.say = say if self.accelerator.is_main_process else lambda text: None
         self.folder = RunFolder(out, self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
