@@ -141,11 +141,12 @@ OWNED = {
 def closest(
     name: str,             # what was written
     known: Iterable[str],  # what could have been meant
+    otherwise: str = "",   # said when none is near; "" lists them all
 ) -> str:  # a sentence
     "The known name nearest to `name`, or all of them when none is near."
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean `{near[0]}`?" if near else "known: " + ", ".join(known)
+    return f"did you mean `{near[0]}`?" if near else otherwise or "known: " + ", ".join(known)
 
 # %% ../nbs/40_recipe.ipynb #64c15da4
 def _kind(annotation):
@@ -708,8 +709,7 @@ def _read(name_or_path, folder):
     except UnicodeDecodeError as e:
         raise InputError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8") from None
     except OSError as e:
-        near = difflib.get_close_matches(str(name_or_path), shipped, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "`anchor recipes` lists the shipped ones"
+        hint = closest(str(name_or_path), shipped, "`anchor recipes` lists the shipped ones")
         raise InputError(f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file ({e.strerror}); {hint}") from None
 
 

@@ -1,9 +1,12 @@
 """The shipped recipes hold the numbers of the paper and of its released configurations, written here once more."""
 
+import subprocess
+import sys
 import tomllib
 
 import pytest
 
+from anchor_embedding.plan import Plan, plan, verdicts
 from anchor_embedding.recipe import Pipeline, Recipe, deviations, from_toml, load_recipe, recipe_table, shipped_recipes
 
 BASES = {
@@ -173,3 +176,16 @@ def test_files_say_where_their_numbers_are_from():
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# "), f"{name}: no comment names the source of its numbers"
         assert tomllib.loads(text)["name"] == name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_shipped_recipe_fits_eight_gpus_of_80_gb(name):
+    made = plan(ALL[name], processes=8, gpus=["A100-80GB"])
+    for run in [made] if isinstance(made, Plan) else made.runs.values():
+        assert verdicts(run) == {80e9: "fits in 80 GB"}
+
+
+def test_planning_needs_no_torch():
+    code = "import sys; from anchor_embedding.plan import plan; plan('llama-3.1-8b/stage2', 8); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
