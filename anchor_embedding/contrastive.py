@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .data import TokenBatch
+from .batches import TokenBatch
 from .decoder import CausalDecoder
 from .packing import pack, token_budget_batches
 from .processes import gather_rows, sync_gradients

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .data import TokenBatch
+from .batches import TokenBatch
 from .decoder import CausalDecoder, vocabulary_loss
 from .packing import PackedBatch, pack, token_budget_batches
 from .processes import global_sum, sync_gradients

@@ -29,17 +29,9 @@ from safetensors.torch import load_file, save_file
 
 # %% ../nbs/45_training.ipynb #f3f20be4
 from . import __version__
+from .batches import BatchPlan, Instructions, TokenBatch, tokenize_batch
 from .contrastive import Contrastive
-from anchor_embedding.data import (
-    BatchPlan,
-    Example,
-    Instructions,
-    TokenBatch,
-    docstring_pairs,
-    fingerprint,
-    read_examples,
-    tokenize_batch,
-)
+from .data import Example, fingerprint, read_examples
 from anchor_embedding.decoder import (
     CausalDecoder,
     add_lora,
@@ -49,6 +41,7 @@ from anchor_embedding.decoder import (
     load_tokenizer,
     merge_lora,
 )
+from .docstrings import docstring_pairs
 from .embedder import Embedder, read_settings, write_embedder
 from .errors import InputError
 from .files import atomic_folder, write_text
