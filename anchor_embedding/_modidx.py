@@ -575,8 +575,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/text.py'),
                                        'anchor_embedding.text.TextTokenizer.config': ( 'text.html#texttokenizer.config',
                                                                                        'anchor_embedding/text.py'),
-                                       'anchor_embedding.text.TextTokenizer.eos_id': ( 'text.html#texttokenizer.eos_id',
-                                                                                       'anchor_embedding/text.py'),
                                        'anchor_embedding.text.TokenizedText': ('text.html#tokenizedtext', 'anchor_embedding/text.py'),
                                        'anchor_embedding.text.TokenizedText.__len__': ( 'text.html#tokenizedtext.__len__',
                                                                                         'anchor_embedding/text.py'),

@@ -173,6 +173,13 @@ def masked_attention(
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=sees | blind, scale=scale, dropout_p=dropout)
     return out.masked_fill(blind, 0.0)
 
+# %% ../nbs/10_packing.ipynb #4d4a18c0
+def _masked_rows(query, key, value, sees, scale, dropout, window, softcap):
+    "(B, L, H, D): the padded path, for models whose attention is nothing but causal."
+    if softcap is not None or (window or query.shape[2]) < query.shape[2]:
+        raise InputError("a padded pass under a mask of its own supports no soft-capped scores and no sliding window within the texts")
+    return masked_attention(query, key, value, sees, scale, dropout).transpose(1, 2)
+
 # %% ../nbs/10_packing.ipynb #8d96df45
 ATTENTION = "anchor_packed"
 
@@ -199,13 +206,6 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout)
     return out[None], None
-
-
-def _masked_rows(query, key, value, sees, scale, dropout, window, softcap):
-    "(B, L, H, D): the padded path, for models whose attention is nothing but causal."
-    if softcap is not None or (window or query.shape[2]) < query.shape[2]:
-        raise InputError("a padded pass under a mask of its own supports no soft-capped scores and no sliding window within the texts")
-    return masked_attention(query, key, value, sees, scale, dropout).transpose(1, 2)
 
 
 def _no_mask(*args, **kwargs):

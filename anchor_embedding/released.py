@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PaddedBatch', 'left_padded', 'decode_padded', 'ReleasedPasses', 'ReleasedReconstruction']
 
-# %% ../nbs/22_released.ipynb #b6eb5df6
+# %% ../nbs/22_released.ipynb #fce564c0
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from .processes import agreed_parts, global_sum, sync_gradients
 from .reconstruction import DIRECTIONS, named_terms
 from .text import TokenizedText
 
-# %% ../nbs/22_released.ipynb #488d3362
+# %% ../nbs/22_released.ipynb #d98b7651
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
     "n texts, padded on the left to L tokens."
@@ -39,7 +39,7 @@ def left_padded(
     begins = torch.tensor([width - len(text) + text.start for text in texts], device=device)
     return PaddedBatch(ids, torch.arange(width, device=device) >= begins[:, None], ids != eos_id)
 
-# %% ../nbs/22_released.ipynb #c3553f5a
+# %% ../nbs/22_released.ipynb #40ba0e5d
 def decode_padded(
     decoder: CausalDecoder,
     anchors: torch.Tensor,  # (n, d)
@@ -53,7 +53,7 @@ def decode_padded(
     rows = torch.cat([slots[:, None], embeddings], dim=1)
     return masked_forward(decoder.causal_lm.get_decoder(), rows, sees)[:, :-1]
 
-# %% ../nbs/22_released.ipynb #f7522b44
+# %% ../nbs/22_released.ipynb #88d8cb1f
 @dataclass(frozen=True, kw_only=True)
 class ReleasedPasses:
     "The passes of the released code's Stage I over a micro-batch."
@@ -90,7 +90,7 @@ class ReleasedPasses:
             sums.append(vocabulary_loss(decoder, states[padded.scored], padded.ids[padded.scored]))
         return torch.stack(sums)
 
-# %% ../nbs/22_released.ipynb #e1e49193
+# %% ../nbs/22_released.ipynb #40e3b925
 @dataclass(frozen=True, kw_only=True)
 class ReleasedReconstruction(ReleasedPasses):
     "Stage I of the released code: alpha * L_Q2D + (1 - alpha) * L_D2Q, each a mean of means."

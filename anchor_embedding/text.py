@@ -235,10 +235,7 @@ class TextTokenizer:
         if self.room < 1:
             raise InputError(f"max_length {max_length} leaves no room for a body: it needs at least {max_length - self.room + 1}")
 
-    @property
-    def eos_id(self) -> int:
-        "The id that ends every sequence."
-        return self.template.eos_id
+    eos_id = property(lambda self: self.template.eos_id)  # the id that ends every sequence
 
     def __call__(
         self,
