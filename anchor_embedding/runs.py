@@ -24,7 +24,7 @@ from .decoder import CausalDecoder
 from .embedder import Embedder, write_embedder
 from .errors import InputError
 from .files import atomic_folder, write_text
-from .processes import as_slice_of, is_sharded, whole_tensors
+from .processes import as_slice_of, is_sharded, own_parameters, whole_tensors
 from .recipe import Recipe
 
 # %% ../nbs/43_runs.ipynb #5608c211
@@ -85,8 +85,8 @@ def weights_to_save(decoder: CausalDecoder, main: bool = True) -> dict[str, torc
     if not is_sharded(decoder):
         return None
     adapters = hasattr(decoder.model, "peft_config")
-    named = {name: p for name, p in decoder.model.named_parameters() if p.requires_grad or not adapters}
-    return whole_tensors(named, main)
+    named = {name: p for name, p in own_parameters(decoder).items() if p.requires_grad or not adapters}
+    return {name.removeprefix("model."): whole for name, whole in whole_tensors(named, main).items()}
 
 
 def save_checkpoint(
@@ -96,7 +96,7 @@ def save_checkpoint(
     main: bool = True,  # this process writes
 ) -> None:
     "An `Embedder` folder plus the optimizer's state; whole or not at all. Processes of a sharded model must all call it."
-    names = {id(p): name for name, p in embedder.decoder.named_parameters()}
+    names = {id(p): name for name, p in own_parameters(embedder.decoder).items()}
     state = {f"{names[id(p)]}|{key}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
     weights, moments = weights_to_save(embedder.decoder, main), whole_tensors(state, main)
     if main:
@@ -115,7 +115,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.Optimizer) -> None:
     "Adam's state of a checkpoint; raises `InputError` when it is damaged."
-    named = dict(decoder.named_parameters())
+    named = own_parameters(decoder)
     for key, value in read_tensors(folder / "optimizer.safetensors").items():
         name, entry = key.rsplit("|", 1)
         parameter = named[name]

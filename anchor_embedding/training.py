@@ -49,7 +49,15 @@ from .embedder import Embedder, read_settings, write_embedder
 from .errors import InputError, Stopped
 from .files import atomic_folder, write_text
 from .packing import attention_kernel
-from .processes import StopSignals, balanced_share, global_sum, is_sharded, leave_group_at_exit, shard
+from anchor_embedding.processes import (
+    StopSignals,
+    balanced_share,
+    global_sum,
+    is_sharded,
+    leave_group_at_exit,
+    own_parameters,
+    shard,
+)
 from .progress import progress_bar
 from .recipe import Recipe, deviations
 from .reconstruction import Reconstruction, anchor_gain
@@ -216,7 +224,7 @@ def seed_step(recipe: Recipe, step: int, rank: int) -> None:
 # %% ../nbs/45_training.ipynb #12039097
 def make_optimizer(recipe: Recipe, decoder: CausalDecoder, start: Path | None = None) -> torch.optim.AdamW:
     "AdamW over the trained parameters, its state from the checkpoint `start` if there is one."
-    trained = [p for p in decoder.parameters() if p.requires_grad]
+    trained = [p for p in own_parameters(decoder).values() if p.requires_grad]
     betas = (recipe.beta1, recipe.beta2)
     optimizer = torch.optim.AdamW(trained, 0.0, betas, recipe.epsilon, recipe.weight_decay, fused=True)
     if start:
@@ -224,9 +232,9 @@ def make_optimizer(recipe: Recipe, decoder: CausalDecoder, start: Path | None = 
     return optimizer
 
 
-def clip_gradients(decoder: CausalDecoder, max_norm: float) -> float:  # the norm before
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> float:  # the norm before
     "Scale the gradients of all parameters, sliced or whole, so that their common norm is at most `max_norm`."
-    parameters = [p for p in decoder.parameters() if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -307,7 +315,7 @@ class Training:
 # %% ../nbs/45_training.ipynb #e3855702
 def update_weights(run: Training, step: int) -> dict[str, float]:  # learning rate and gradient norm
     "Clip the gradients, move the weights, forget the gradients."
-    rate, norm = learning_rate(run.recipe, step), clip_gradients(run.decoder, run.recipe.max_grad_norm)
+    rate, norm = learning_rate(run.recipe, step), clip_gradients(run.optimizer, run.recipe.max_grad_norm)
     check_finite({"gradient norm": norm}, step, run.folder)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -380,19 +388,29 @@ def train(
     "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
     run = Training(recipe, out, examples, resume, say)
     run.say(f"{recipe.name}: {write_card(run)}")
+    shown = progress if run.main else False
+    try:
+        with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
+            _loop(run, evaluate, stop, bar)
+        return finish(run)
+    finally:
+        for tracker in run.accelerator.trackers:
+            tracker.finish()
+
+
+def _loop(run: Training, evaluate, stop: StopSignals, bar) -> None:
+    "All steps from where the run stands."
+    recipe = run.recipe
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)
-    shown = progress if run.main else False
-    with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
-        for step in range(run.first, recipe.steps):
-            done, gain = step + 1, _measure(run, step)
-            _log(run, done, run.step(step), gain, bar)
-            if _is_due(recipe.eval_every, done, recipe.steps):
-                _evaluate(run, done, evaluate)
-            if _is_due(recipe.checkpoint_every, done, recipe.steps):
-                _save(run, done)
-            _answer(run, stop, done)
-    return finish(run)
+    for step in range(run.first, recipe.steps):
+        done, gain = step + 1, _measure(run, step)
+        _log(run, done, run.step(step), gain, bar)
+        if _is_due(recipe.eval_every, done, recipe.steps):
+            _evaluate(run, done, evaluate)
+        if _is_due(recipe.checkpoint_every, done, recipe.steps):
+            _save(run, done)
+        _answer(run, stop, done)
 
 # %% ../nbs/45_training.ipynb #a04c0fd2
 def negatives_pool(recipe: Recipe) -> str:
@@ -449,7 +467,6 @@ def finish(run: Training) -> Path:
         card = json.loads((run.folder.path / "card.json").read_text(encoding="utf-8"))
         card |= {"seconds": round(seconds, 2), "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
         write_text(run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n")
-    run.accelerator.end_training()
     run.accelerator.wait_for_everyone()
     return final
 
