@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'UNUSED', 'MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'ModelShape',
            'count_parameters', 'known_shapes', 'shape_from_config', 'find_shape', 'lora_maps', 'trained_parameters',
-           'PairTokens', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes',
-           'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_html',
-           'plan_dict', 'PipelinePlan', 'plan']
+           'PairTokens', 'measured_lengths', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once',
+           'activation_bytes', 'copy_bytes', 'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title',
+           'plan_rows', 'plan_text', 'plan_html', 'plan_dict', 'PipelinePlan', 'plan']
 
 # %% ../nbs/42_plan.ipynb #7e4673a4
 import html
 import json
 import math
+import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -182,6 +183,19 @@ class PairTokens:
         "Tokens of both passes."
         return sum(self.encoded) + sum(self.decoded)
 
+# %% ../nbs/42_plan.ipynb #5e7e21fa
+def measured_lengths(
+    examples: Sequence,   # with `query` and `positive`, for example an `ExampleStore`
+    tokenizer: Callable,  # of transformers: texts → {"input_ids": …}
+    sample: int = 1000,   # pairs
+) -> dict[str, float]:  # for `mean_lengths`
+    "Mean tokens of queries and documents, of a fixed random sample."
+    rows = [examples[i] for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))]
+    if not rows:
+        raise InputError("there are no pairs to measure")
+    count = lambda texts: sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / len(texts)
+    return {"query": count([row.query for row in rows]), "document": count([row.positive for row in rows])}
+
 # %% ../nbs/42_plan.ipynb #342828b5
 def pair_tokens(
     recipe: Recipe,
@@ -257,8 +271,8 @@ def layer_bytes(
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
     "Tokens of a micro-batch, of both passes, whose activations are there at the same time."
     pairs = recipe.batch_size / processes
-    if recipe.as_released:
-        return min(pairs, recipe.micro_batch_size or pairs) * tokens.total
+    if recipe.micro_batch_size:
+        return min(pairs, recipe.micro_batch_size) * tokens.total
     encoded = sum(tokens.encoded)
     return max(1, min(pairs, recipe.token_budget / encoded)) * tokens.total
 
