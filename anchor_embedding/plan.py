@@ -141,8 +141,8 @@ def find_shape(
     if path := _cached(base):
         return _read_config(path)
     hint = closest(base, known, "the known ones are those of the paper and a few small ones")
-    raise InputError(f"the shape of {base!r} is not known: neither a folder with config.json, nor in the local hub cache, nor a known model; "
-                     f"{hint} Otherwise name a folder that holds its config.json, or give `shape`")
+    raise InputError(f"the shape of {base!r} is not known: neither a folder with config.json, nor in the local hub cache, nor a known model "
+                     f"({hint}); name a folder that holds its config.json, or give `shape`")
 
 # %% ../nbs/42_plan.ipynb #b1227976
 def lora_maps(
@@ -314,7 +314,6 @@ def memory(
         "gradients": 4 * trained / share,
         "Adam moments": 8 * trained / share,
         "gathered layers" if sharded else "copies in bfloat16": copy_bytes(recipe, shape, processes),
-        "gradient buckets": 4 * trained * (processes > 1 and not sharded),
         "activations": activation_bytes(recipe, shape, tokens_at_once(recipe, tokens, processes)),
         "logits": 16 * chunk * (recipe.objective == "reconstruction"),
     }
@@ -400,7 +399,8 @@ def verdicts(plan: Plan) -> dict[float, str]:  # bytes of a GPU → does it fit,
     for size in sorted({GPUS[gpu][1] for gpu in plan.gpus}):
         limit = (1 - FREE) * size
         change = "" if needed <= limit else remedy(plan.recipe, plan.shape, plan.tokens, plan.processes, limit)
-        words = f"does not fit in {size / 1e9:.0f} GB; " + (f"set {change}" if change else "take more processes with sharding, or LoRA")
+        change = f"set {change}" if change else 'take more processes with sharding = "fsdp"' + ' or tuning = "lora"' * (plan.recipe.tuning == "full")
+        words = f"does not fit in {size / 1e9:.0f} GB: {change}"
         found[size] = f"fits in {size / 1e9:.0f} GB" if needed <= limit else words
     return found
 

@@ -701,7 +701,8 @@ def _read(name_or_path, folder):
     except UnicodeDecodeError as e:
         raise InputError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8") from None
     except OSError as e:
-        hint = closest(str(name_or_path), shipped, "`anchor recipes` lists the shipped ones")
+        inside = [name for name in shipped if name.startswith(f"{name_or_path}/")]
+        hint = f"name one of its recipes, like `{inside[-1]}`" if inside else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
         raise InputError(f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file ({e.strerror}); {hint}") from None
 
 
