@@ -243,11 +243,12 @@ def step_flops(
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
     again = recipe.objective == "contrastive" and pairs * sum(tokens.encoded) / processes > recipe.token_budget
+    last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     return {
         "forward": forward,
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
-        "recomputed activations": forward * recipe.activation_checkpointing,
+        "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
         "first pass of GradCache": forward * again,
         "vocabulary loss": head * (4 if full else 3),
     }
