@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'UNUSED', 'MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'ModelShape',
            'count_parameters', 'known_shapes', 'shape_from_config', 'find_shape', 'lora_maps', 'trained_parameters',
-           'PairTokens', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes',
-           'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_html',
-           'plan_dict', 'PipelinePlan', 'plan']
+           'PairTokens', 'measured_lengths', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once',
+           'activation_bytes', 'copy_bytes', 'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title',
+           'plan_rows', 'plan_text', 'plan_html', 'plan_dict', 'PipelinePlan', 'plan']
 
 # %% ../nbs/42_plan.ipynb #7e4673a4
 import html
 import json
 import math
+import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -140,8 +141,8 @@ def find_shape(
     if path := _cached(base):
         return _read_config(path)
     hint = closest(base, known, "the known ones are those of the paper and a few small ones")
-    raise InputError(f"the shape of {base!r} is not known: neither a folder with config.json, nor in the local hub cache, nor a known model; "
-                     f"{hint} Otherwise name a folder that holds its config.json, or give `shape`")
+    raise InputError(f"the shape of {base!r} is not known: neither a folder with config.json, nor in the local hub cache, nor a known model "
+                     f"({hint}); name a folder that holds its config.json, or give `shape`")
 
 # %% ../nbs/42_plan.ipynb #b1227976
 def lora_maps(
@@ -181,6 +182,19 @@ class PairTokens:
     def total(self) -> float:
         "Tokens of both passes."
         return sum(self.encoded) + sum(self.decoded)
+
+# %% ../nbs/42_plan.ipynb #5e7e21fa
+def measured_lengths(
+    examples: Sequence,   # with `query` and `positive`, for example an `ExampleStore`
+    tokenizer: Callable,  # of transformers: texts → {"input_ids": …}
+    sample: int = 1000,   # pairs
+) -> dict[str, float]:  # for `mean_lengths`
+    "Mean tokens of queries and documents, of a fixed random sample."
+    rows = [examples[i] for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))]
+    if not rows:
+        raise InputError("there are no pairs to measure")
+    count = lambda texts: sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / len(texts)
+    return {"query": count([row.query for row in rows]), "document": count([row.positive for row in rows])}
 
 # %% ../nbs/42_plan.ipynb #342828b5
 def pair_tokens(
@@ -229,11 +243,12 @@ def step_flops(
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
     again = recipe.objective == "contrastive" and pairs * sum(tokens.encoded) / processes > recipe.token_budget
+    last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     return {
         "forward": forward,
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
-        "recomputed activations": forward * recipe.activation_checkpointing,
+        "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
         "first pass of GradCache": forward * again,
         "vocabulary loss": head * (4 if full else 3),
     }
@@ -257,8 +272,8 @@ def layer_bytes(
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
     "Tokens of a micro-batch, of both passes, whose activations are there at the same time."
     pairs = recipe.batch_size / processes
-    if recipe.as_released:
-        return min(pairs, recipe.micro_batch_size or pairs) * tokens.total
+    if recipe.micro_batch_size:
+        return min(pairs, recipe.micro_batch_size) * tokens.total
     encoded = sum(tokens.encoded)
     return max(1, min(pairs, recipe.token_budget / encoded)) * tokens.total
 
@@ -300,7 +315,6 @@ def memory(
         "gradients": 4 * trained / share,
         "Adam moments": 8 * trained / share,
         "gathered layers" if sharded else "copies in bfloat16": copy_bytes(recipe, shape, processes),
-        "gradient buckets": 4 * trained * (processes > 1 and not sharded),
         "activations": activation_bytes(recipe, shape, tokens_at_once(recipe, tokens, processes)),
         "logits": 16 * chunk * (recipe.objective == "reconstruction"),
     }
@@ -386,7 +400,8 @@ def verdicts(plan: Plan) -> dict[float, str]:  # bytes of a GPU → does it fit,
     for size in sorted({GPUS[gpu][1] for gpu in plan.gpus}):
         limit = (1 - FREE) * size
         change = "" if needed <= limit else remedy(plan.recipe, plan.shape, plan.tokens, plan.processes, limit)
-        words = f"does not fit in {size / 1e9:.0f} GB; " + (f"set {change}" if change else "take more processes with sharding, or LoRA")
+        change = f"set {change}" if change else 'take more processes with sharding = "fsdp"' + ' or tuning = "lora"' * (plan.recipe.tuning == "full")
+        words = f"does not fit in {size / 1e9:.0f} GB: {change}"
         found[size] = f"fits in {size / 1e9:.0f} GB" if needed <= limit else words
     return found
 

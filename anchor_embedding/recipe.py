@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['GROUPS', 'OBJECTIVES', 'LORA', 'OWNED', 'KINDS', 'CHOICES', 'AT_LEAST', 'ABOVE_ZERO', 'UNIT', 'RULES', 'PAPER',
            'SubjectSettings', 'TextSettings', 'OptimisationSettings', 'TuningSettings', 'ObjectiveSettings',
-           'RunSettings', 'closest', 'check_type', 'sampling_ratios', 'check_value', 'settle', 'Saved', 'Recipe',
-           'check_known', 'replace_settings', 'show_text', 'show_html', 'toml_value', 'toml_table', 'recipe_toml',
-           'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'pipeline_dict', 'pipeline_toml', 'takes', 'extended',
-           'recipe_from_dict', 'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'override',
-           'shipped_recipes', 'recipe_table', 'load_recipe', 'deviations']
+           'RunSettings', 'closest', 'check_type', 'check_value', 'settle', 'Saved', 'Recipe', 'check_known',
+           'replace_settings', 'show_text', 'show_html', 'toml_value', 'toml_table', 'recipe_toml', 'EvaluationPlan',
+           'Pipeline', 'checked_pipeline', 'pipeline_dict', 'pipeline_toml', 'takes', 'extended', 'recipe_from_dict',
+           'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'override', 'shipped_recipes',
+           'recipe_table', 'load_recipe', 'deviations']
 
 # %% ../nbs/40_recipe.ipynb #32cf39c8
 import difflib
@@ -87,7 +87,7 @@ class ObjectiveSettings:
     decode_header: bool | None = None     # reconstruction: the template's header behind the anchor, not scored
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
-    micro_batch_size: int | None = None   # reconstruction as released: pairs whose mean loss is averaged; 0 = all a process has
+    micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
     temperature: float | None = None      # contrastive: scores are cosine / temperature
     hard_negatives: int | None = None     # contrastive: at most this many per query; 0 = in-batch only
     negatives_pool: int | None = None     # contrastive: pairs whose texts compete; 0 = the whole batch
@@ -193,19 +193,10 @@ ABOVE_ZERO = ("learning_rate", "epsilon", "max_grad_norm", "temperature")
 UNIT = {"alpha": "[0, 1]", "lora_dropout": "[0, 1)", "beta1": "[0, 1)", "beta2": "[0, 1)"}
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
+
+_RATIO = re.compile(r".+=(\d+\.?\d*|\.\d+)")
+
 # %% ../nbs/40_recipe.ipynb #93a1b918
-def sampling_ratios(
-    entries: Iterable[str],  # "dataset=ratio"
-) -> dict[str, float] | None:  # dataset → rows used per pass as a share of its rows; None when an entry is none
-    "The setting `sampling` as a table."
-    try:
-        pairs = [(name, float(ratio)) for name, _, ratio in (entry.rpartition("=") for entry in entries)]
-    except ValueError:
-        return None
-    right = all(name and 0 <= ratio < math.inf for name, ratio in pairs) and len(dict(pairs)) == len(pairs)
-    return dict(pairs) if right else None
-
-
 def _prompt_fields(prompt):
     "Names in braces, sorted; None where braces do not match."
     try:
@@ -213,11 +204,12 @@ def _prompt_fields(prompt):
     except ValueError:
         return None
 
-# %% ../nbs/40_recipe.ipynb #007905fb
+
 RULES = {  # setting → (what it must satisfy, in words)
     "name": (_NAME.fullmatch, "letters, digits, `_`, `-` and `.`, because a folder is named after it"),
     **dict.fromkeys(("base", "data", "lora_targets"), (bool, "given; it is empty")),
-    "sampling": (lambda v: sampling_ratios(v) is not None, "`dataset=ratio` entries, each dataset once, ratio 0 or more"),
+    "sampling": (lambda v: all(map(_RATIO.fullmatch, v)) and len({e.rpartition("=")[0] for e in v}) == len(v),
+                 "`dataset=ratio` entries, each dataset once, ratio 0 or more"),
     "instructions": (lambda v: v in ("none", "paper", "as_released") or v.endswith((".csv", ".toml")),
                      '"none", "paper", "as_released" or the path of a .csv or .toml file'),
     "prompt": (lambda v: _prompt_fields(v) == ["instruction", "text"], "a text with {instruction} and {text}, each once"),
@@ -709,7 +701,8 @@ def _read(name_or_path, folder):
     except UnicodeDecodeError as e:
         raise InputError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8") from None
     except OSError as e:
-        hint = closest(str(name_or_path), shipped, "`anchor recipes` lists the shipped ones")
+        inside = [name for name in shipped if name.startswith(f"{name_or_path}/")]
+        hint = f"name one of its recipes, like `{inside[-1]}`" if inside else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
         raise InputError(f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file ({e.strerror}); {hint}") from None
 
 
