@@ -117,10 +117,13 @@ def encode_texts(
     return vectors
 
 # %% ../nbs/35_embedder.ipynb #169f196a
-def write_embedder(embedder: Embedder, folder: Path) -> None:
-    "Write weights or adapter, tokenizer and settings into an existing folder."
-    model = embedder.decoder.model
-    model.save_pretrained(folder)
+def write_embedder(
+    embedder: Embedder,
+    folder: Path,  # which exists
+    weights: dict[str, torch.Tensor] | None = None,  # by their names in the model; None = those in the model
+) -> None:
+    "Write weights or adapter, tokenizer and settings."
+    embedder.decoder.model.save_pretrained(folder, state_dict=weights)
     embedder.tokenizer.tokenizer.save_pretrained(folder)
     settings = {**embedder.tokenizer.config(), "pooling": embedder.pooling, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")

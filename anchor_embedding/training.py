@@ -4,28 +4,29 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'make_data', 'prepare_tokenizer', 'prepare_embedder',
-           'device_name', 'read_tensors', 'learning_rate', 'RunFolder', 'save_checkpoint', 'load_optimizer',
-           'seed_step', 'make_optimizer', 'check_finite', 'Training', 'train', 'source_commit', 'write_card', 'finish',
-           'dry_run']
+           'device_name', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite',
+           'count_parameters', 'make_accelerator', 'wrap', 'Training', 'update_weights', 'train', 'negatives_pool',
+           'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
 import math
 import platform
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib.metadata import version
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from signal import SIGINT, SIGTERM, Signals
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 # %% ../nbs/45_training.ipynb #f3f20be4
 from . import __version__
@@ -35,21 +36,32 @@ from .data import Example, fingerprint, read_examples
 from anchor_embedding.decoder import (
     CausalDecoder,
     add_lora,
+    checkpoint_activations,
     choose_device,
     choose_dtype,
+    compile_layers,
     load_decoder,
     load_tokenizer,
     merge_lora,
 )
 from .docstrings import docstring_pairs
 from .embedder import Embedder, read_settings, write_embedder
-from .errors import InputError
+from .errors import InputError, Stopped
 from .files import atomic_folder, write_text
 from .packing import attention_kernel
-from .processes import global_sum, leave_group_at_exit
+from .processes import StopSignals, balanced_share, global_sum, is_sharded, leave_group_at_exit, shard
 from .progress import progress_bar
 from .recipe import Recipe
 from .reconstruction import Reconstruction, anchor_gain
+from anchor_embedding.runs import (
+    RunFolder,
+    load_optimizer,
+    prune_checkpoints,
+    read_tensors,
+    save_checkpoint,
+    source_commit,
+    weights_to_save,
+)
 from .smollm2 import resolve_base
 from .text import TextTokenizer
 
@@ -59,8 +71,10 @@ OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive}
 
 def make_objective(recipe: Recipe):
     "The objective of a recipe, with the recipe's settings."
-    settings = {k: v for k, v in recipe.objective_settings().items() if k != "hard_negatives"}
-    return OBJECTIVES[recipe.objective](**settings, pooling=recipe.pooling, token_budget=recipe.token_budget)
+    kind = OBJECTIVES[recipe.objective]
+    own = {f.name for f in fields(kind)}
+    settings = {key: value for key, value in recipe.objective_settings().items() if key in own}
+    return kind(**settings, pooling=recipe.pooling, token_budget=recipe.token_budget)
 
 # %% ../nbs/45_training.ipynb #fa76f272
 @dataclass(frozen=True)
@@ -74,13 +88,20 @@ class TrainingData:
     hard_negatives: int  # at most this many a query
     source: dict = field(default_factory=dict)  # for the run's card
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        "(pairs,) characters of every row."
+        return np.array([len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in self.examples])
+
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        "What process `rank` of `world` holds of the batch of a step."
-        rows = self.plan.step(step)[rank::world]
+        "What process `rank` of `world` holds of the batch of a step: as many rows as the others, and about as much text."
+        rows = self.plan.step(step)
+        if world > 1:
+            rows = [rows[i] for i in balanced_share(self.lengths[rows].tolist(), rank, world)]
         return tokenize_batch(self.examples, self.tokenizer, self.instructions, rows, self.hard_negatives)
 
 # %% ../nbs/45_training.ipynb #6f3f1ca8
-def load_examples(recipe: Recipe) -> tuple[Sequence[Example], dict]:
+def load_examples(recipe: Recipe, say: Callable[[str], None] = print) -> tuple[Sequence[Example], dict]:
     "The pairs a recipe names, and a description of them for the card; raises `InputError`."
     if recipe.data == "docstrings":
         found = docstring_pairs()
@@ -89,16 +110,20 @@ def load_examples(recipe: Recipe) -> tuple[Sequence[Example], dict]:
     return read_examples(recipe.data, recipe.on_bad_row), {"data": recipe.data}
 
 
-def make_data(recipe: Recipe, tokenizer: TextTokenizer, examples: Sequence[Example] | None = None) -> TrainingData:
-    "The training data of a recipe; `examples` in place of the ones it names. Raises `InputError`."
-    examples, source = load_examples(recipe) if examples is None else (examples, {"data": "given by the caller"})
+def make_data(
+    recipe: Recipe,
+    tokenizer: TextTokenizer,
+    examples: Sequence[Example],
+    source: dict | None = None,  # where they are from, for the card
+) -> TrainingData:
+    "The training data of a recipe. Raises `InputError`."
     plan = BatchPlan([example.dataset for example in examples], recipe.batch_size, recipe.seed)
     instructions = {"none": Instructions.none, "paper": Instructions.paper}.get(recipe.instructions)
     instructions = instructions() if instructions else Instructions.from_file(recipe.instructions)
     untold = sorted({name for name in plan.rows if instructions.table and not any(instructions.for_example(name, 0))})
     if untold:
         warnings.warn(f"no instruction for {', '.join(untold)} in instructions = {recipe.instructions!r}", stacklevel=2)
-    source = {**source, "pairs": len(examples), "fingerprint": fingerprint(examples)}
+    source = {**(source or {}), "pairs": len(examples), "fingerprint": fingerprint(examples)}
     hard_negatives = recipe.objective_settings().get("hard_negatives", 0)
     return TrainingData(examples, plan, tokenizer, instructions, hard_negatives, source)
 
@@ -132,6 +157,10 @@ def prepare_embedder(
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if not OBJECTIVES[recipe.objective].uses_head and not tied:
         decoder.head.requires_grad_(False)
+    if recipe.activation_checkpointing:
+        checkpoint_activations(decoder)
+    if recipe.compile:
+        compile_layers(decoder)
     kernel = attention_kernel(device.type, dtype)
     card = {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
     return Embedder(decoder.train(), tokenizer, recipe.pooling), card
@@ -150,14 +179,6 @@ def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
 
     set_peft_model_state_dict(decoder.model, read_tensors(folder / "adapter_model.safetensors"))
 
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    "The tensors of a file; raises `InputError` when it is damaged."
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is damaged ({error}); remove {path.parent} to go on from the checkpoint before it") from error
-
 # %% ../nbs/45_training.ipynb #e8d7ffe3
 def learning_rate(
     recipe: Recipe,
@@ -170,72 +191,11 @@ def learning_rate(
     return recipe.learning_rate * max(0.0, horizon - step) / max(1, horizon - recipe.warmup_steps)
 
 # %% ../nbs/45_training.ipynb #4fa5b204
-class RunFolder:
-    "Files of one run; silent on processes other than the main one."
-
-    def __init__(self, path: str | Path, main: bool = True):
-        self.path, self.main = Path(path), main
-
-    def start(self, recipe: Recipe, resume: bool) -> None:
-        "Create the folder or, to go on, cut the logs back to the newest checkpoint; raises `InputError` when another run lies there."
-        kept = self.path / "recipe.toml"
-        if kept.exists() and not resume:
-            raise InputError(f"{self.path} already holds a run; choose another --out, or go on with --resume")
-        if kept.exists() and kept.read_text() != recipe.to_toml():
-            raise InputError(f"{kept} differs from the recipe that was given; resume with the same settings or choose another --out")
-        write_text(kept, recipe.to_toml())
-        for name in ("metrics.jsonl", "evals.jsonl"):
-            self._cut(name, max(self.checkpoints(), default=0))
-
-    def checkpoints(self) -> list[int]:
-        "Steps after which there is a checkpoint to go on from."
-        return sorted(int(p.parent.name.removeprefix("step-")) for p in self.path.glob("step-*/optimizer.safetensors"))
-
-    def checkpoint(self, step: int) -> Path:
-        return self.path / f"step-{step:06}"
-
-    def _cut(self, name: str, step: int) -> None:
-        "Drop the lines that come after `step`: they will be written again."
-        path = self.path / name
-        if path.exists():
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
-
-    def append(self, name: str, **values) -> None:
-        "One JSON line."
-        if self.main:
-            try:
-                with open(self.path / name, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(values) + "\n")
-            except OSError as error:
-                raise InputError(f"cannot write {self.path / name}: {error}; free space and go on with --resume") from error
-
-# %% ../nbs/45_training.ipynb #12039097
-def save_checkpoint(folder: Path, embedder: Embedder, optimizer: torch.optim.Optimizer) -> None:
-    "An `Embedder` folder plus the optimizer's state; whole or not at all."
-    names = {id(p): name for name, p in embedder.decoder.named_parameters()}
-    moments = {
-        f"{names[id(p)]}|{key}": value.contiguous() for p, state in optimizer.state.items() for key, value in state.items()
-    }
-    with atomic_folder(folder) as aside:
-        write_embedder(embedder, aside)
-        save_file(moments, aside / "optimizer.safetensors")
-
-
-def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.Optimizer) -> None:
-    "Adam's state of a checkpoint."
-    named = dict(decoder.named_parameters())
-    for key, value in read_tensors(folder / "optimizer.safetensors").items():
-        name, entry = key.rsplit("|", 1)
-        parameter = named[name]
-        optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
-
-
 def seed_step(recipe: Recipe, step: int, rank: int) -> None:
     "The random generators as they are at the start of a step, on every process its own."
     torch.manual_seed((recipe.seed * 1_000_003 + step) * 4096 + rank)
 
-# %% ../nbs/45_training.ipynb #31e2826d
+# %% ../nbs/45_training.ipynb #12039097
 def make_optimizer(recipe: Recipe, decoder: CausalDecoder, start: Path | None = None) -> torch.optim.AdamW:
     "AdamW over the trained parameters, its state from the checkpoint `start` if there is one."
     trained = [p for p in decoder.parameters() if p.requires_grad]
@@ -246,58 +206,100 @@ def make_optimizer(recipe: Recipe, decoder: CausalDecoder, start: Path | None = 
     return optimizer
 
 
-def check_finite(loss: float, step: int, folder: RunFolder) -> None:
-    "Raise `InputError` when the loss is not a number, naming the last good checkpoint."
-    if not math.isfinite(loss):
-        last = max(folder.checkpoints(), default=None)
-        kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
-        raise InputError(f"the loss is {loss} at step {step + 1}; lower learning_rate. {kept} in {folder.path}")
+def clip_gradients(decoder: CausalDecoder, max_norm: float) -> float:  # the norm before
+    "Scale the gradients of all parameters, sliced or whole, so that their common norm is at most `max_norm`."
+    parameters = [p for p in decoder.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.item()
+
+
+def check_finite(values: dict[str, float], step: int, folder: RunFolder) -> None:
+    "Raise `InputError` when one of the values is not a number, naming the last good checkpoint."
+    for name, value in values.items():
+        if not math.isfinite(value):
+            last = max(folder.checkpoints(), default=None)
+            kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
+            raise InputError(f"the {name} is {value} at step {step + 1}; lower learning_rate. {kept} in {folder.path}")
+
+
+def count_parameters(decoder: CausalDecoder) -> dict[str, int]:
+    "Numbers of all parameters and of those that are trained."
+    numbers = [(p.numel(), p.requires_grad) for p in decoder.parameters()]
+    return {"parameters": sum(n for n, _ in numbers), "trained_parameters": sum(n for n, trained in numbers if trained)}
+
+# %% ../nbs/45_training.ipynb #31e2826d
+def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
+    "Devices, processes and the tracker of a run; raises `InputError`."
+    tracker = None if recipe.tracker == "none" else recipe.tracker
+    if tracker and not find_spec(tracker):
+        raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers, log_with=tracker, project_dir=out)
+    if recipe.batch_size % accelerator.num_processes:
+        raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {accelerator.num_processes} processes")
+    if accelerator.num_processes > 1:
+        leave_group_at_exit()
+    return accelerator
+
+
+def wrap(recipe: Recipe, decoder: CausalDecoder, accelerator: Accelerator):
+    "The module that exchanges gradients: the decoder itself for one process, sliced for FSDP2, else data-parallel."
+    if accelerator.num_processes > 1 and recipe.sharding == "fsdp":
+        return shard(decoder, decoder.compute_dtype or torch.float32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return accelerator.prepare_model(decoder)
 
 # %% ../nbs/45_training.ipynb #6296cf46
 class Training:
     "A prepared run: model, data, optimizer and objective on this process."
 
     def __init__(self, recipe: Recipe, out: str | Path, examples=None, resume: bool = False, say: Callable[[str], None] = print):
-        handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-        self.accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers)
+        self.accelerator = make_accelerator(recipe, out)
         self.recipe, self.world, self.rank = recipe, self.accelerator.num_processes, self.accelerator.process_index
-        if recipe.batch_size % self.world:
-            raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {self.world} processes")
-        if self.world > 1:
-            leave_group_at_exit()
-        self.say = say if self.accelerator.is_main_process else lambda text: None
-        self.folder = RunFolder(out, self.accelerator.is_main_process)
-        if self.accelerator.is_main_process:
+        self.main, self.say = self.rank == 0, say if self.rank == 0 else lambda text: None
+        self.folder = RunFolder(out, self.main)
+        if self.main:
             self.folder.start(recipe, resume)
         self.accelerator.wait_for_everyone()
         self.first = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
+        examples, source = load_examples(recipe, self.say) if examples is None else (examples, {"data": "given by the caller"})
         self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
         self.decoder, self.objective = self.embedder.decoder, make_objective(recipe)
-        self.data = make_data(recipe, self.embedder.tokenizer, examples)
+        self.parameters = count_parameters(self.decoder)
+        self.data = make_data(recipe, self.embedder.tokenizer, examples, source)
+        self.model = wrap(recipe, self.decoder, self.accelerator)
         self.optimizer = make_optimizer(recipe, self.decoder, start)
-        self.model = self.accelerator.prepare_model(self.decoder)
 
-    def step(self, step: int) -> dict[str, float]:
-        "One optimizer step; returns the loss terms, learning rate, gradient norm, tokens and seconds."
-        recipe, began = self.recipe, time.perf_counter()
+    def step(self, step: int) -> dict:
+        "One optimizer step; returns dataset, loss terms, learning rate, gradient norm, tokens and seconds."
+        began = time.perf_counter()
         batch = self.data.batch(step, self.rank, self.world)
-        rate = learning_rate(recipe, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        seed_step(recipe, step, self.rank)
+        seed_step(self.recipe, step, self.rank)
         terms = self.objective.step(self.model, batch, self.accelerator)
-        check_finite(terms["loss"], step, self.folder)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        check_finite({"loss": terms["loss"]}, step, self.folder)
+        moved = update_weights(self, step)
         tokens = global_sum(self.accelerator, torch.tensor([batch.num_tokens], device=self.accelerator.device))
-        seconds = time.perf_counter() - began
-        return {**terms, "lr": rate, "grad_norm": float(norm), "tokens": int(tokens), "seconds": round(seconds, 4)}
+        seconds = round(time.perf_counter() - began, 4)
+        return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
+
+# %% ../nbs/45_training.ipynb #e3855702
+def update_weights(run: Training, step: int) -> dict[str, float]:  # learning rate and gradient norm
+    "Clip the gradients, move the weights, forget the gradients."
+    rate, norm = learning_rate(run.recipe, step), clip_gradients(run.decoder, run.recipe.max_grad_norm)
+    check_finite({"gradient norm": norm}, step, run.folder)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return {"lr": rate, "grad_norm": norm}
 
 # %% ../nbs/45_training.ipynb #671340ee
 def _measure(run: Training, step: int) -> dict[str, float]:
-    "The anchor gain on the batch of a step, when the recipe wants it there."
+    "The anchor gain on the main process's part of the batch of a step, when the recipe wants it there."
     every = run.recipe.anchor_gain_every or 0
     if not every or step % every or not isinstance(run.objective, Reconstruction):
         return {}
@@ -308,8 +310,8 @@ def _measure(run: Training, step: int) -> dict[str, float]:
 
 
 def _evaluate(run: Training, step: int, evaluate) -> None:
-    "Call `evaluate` on the main process while the others wait, and log what it returns."
-    if evaluate and run.accelerator.is_main_process:
+    "Call `evaluate` on the main process while the others wait, and log what it returns. A sharded model needs all of them."
+    if evaluate and (run.main or is_sharded(run.model)):
         run.folder.append("evals.jsonl", step=step, **evaluate(run.embedder))
     run.accelerator.wait_for_everyone()
 
@@ -317,7 +319,37 @@ def _evaluate(run: Training, step: int, evaluate) -> None:
 def _is_due(every: int, done: int, steps: int) -> bool:
     return bool(every) and (done % every == 0 or done == steps)
 
+
+def _save(run: Training, done: int) -> None:
+    "A checkpoint after step `done`, and the old ones pruned."
+    if done not in run.folder.checkpoints():
+        save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer, run.main)
+        if run.main:
+            prune_checkpoints(run.folder, run.recipe.keep_checkpoints)
+        run.accelerator.wait_for_everyone()
+
 # %% ../nbs/45_training.ipynb #70c8b02f
+def _log(run: Training, done: int, line: dict, gain: dict, bar) -> None:
+    "One step in metrics.jsonl, in the tracker and on the progress bar."
+    run.folder.append("metrics.jsonl", step=done, **line, **gain)
+    if run.accelerator.trackers:
+        numbers = {key: value for key, value in {**line, **gain}.items() if not isinstance(value, str)}
+        run.accelerator.log({**numbers, f"loss/{line['dataset'] or 'pairs'}": line["loss"]}, step=done)
+    bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens'] / line['seconds']:.0f} tokens/s", refresh=False)
+    bar.update()
+
+
+def _answer(run: Training, stop: StopSignals, done: int) -> None:
+    "Raise `Stopped`, with a checkpoint saved, when any process was told to stop."
+    received = torch.tensor([stop.received == SIGTERM, stop.received == SIGINT], device=run.accelerator.device).int()
+    term, interrupt = global_sum(run.accelerator, received).tolist()
+    if term or interrupt:
+        number = SIGTERM if term else SIGINT
+        _save(run, done)
+        where = f"its checkpoint is {run.folder.checkpoint(done)}; go on with --resume"
+        raise Stopped(f"stopped by {Signals(number).name} after step {done} of {run.recipe.steps}: {where}", number)
+
+# %% ../nbs/45_training.ipynb #3f97d8d2
 def train(
     recipe: Recipe,
     out: str | Path,  # run folder
@@ -327,76 +359,86 @@ def train(
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
-    "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy."
+    "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
     run = Training(recipe, out, examples, resume, say)
-    description = write_card(run)
-    say = run.say
-    say(f"{recipe.name}: {description}")
+    run.say(f"{recipe.name}: {write_card(run)}")
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)
-    shown = progress if run.accelerator.is_main_process else False
-    with progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
+    shown = progress if run.main else False
+    with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
         for step in range(run.first, recipe.steps):
-            gain = _measure(run, step)
-            line = run.step(step)
-            run.folder.append("metrics.jsonl", step=step + 1, **line, **gain)
-            bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens'] / line['seconds']:.0f} tokens/s", refresh=False)
-            bar.update()
-            done = step + 1
+            done, gain = step + 1, _measure(run, step)
+            _log(run, done, run.step(step), gain, bar)
             if _is_due(recipe.eval_every, done, recipe.steps):
                 _evaluate(run, done, evaluate)
-            if _is_due(recipe.checkpoint_every, done, recipe.steps) and run.accelerator.is_main_process:
-                save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer)
+            if _is_due(recipe.checkpoint_every, done, recipe.steps):
+                _save(run, done)
+            _answer(run, stop, done)
     return finish(run)
 
-# %% ../nbs/45_training.ipynb #3f97d8d2
-def source_commit() -> str:
-    "The git commit this package runs from, with + when files were changed since; empty outside a checkout."
-    git = ["git", "-C", str(files("anchor_embedding"))]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""
-
 # %% ../nbs/45_training.ipynb #a04c0fd2
+def negatives_pool(recipe: Recipe) -> str:
+    "How many texts a query is compared with, in words."
+    if recipe.objective != "contrastive":
+        return "none"
+    pairs = recipe.negatives_pool or recipe.batch_size
+    return f"{pairs - 1} in-batch positives and up to {pairs * recipe.hard_negatives} hard negatives for every query"
+
+
 def write_card(run: Training) -> str:
-    "Write card.json: what this run is made of. Returns one line for the log."
-    recipe, data = run.recipe, run.data
-    trained = sum(p.numel() for p in run.decoder.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in run.decoder.parameters())
-    pool = f"in-batch, {recipe.batch_size} positives, up to {data.hard_negatives} hard negatives a query"
+    "Write card.json; returns one line for the log. Raises `InputError` when the data are not those the run began with."
+    recipe, path = run.recipe, run.folder.path / "card.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if run.first and path.exists() else {}
+    if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
+        raise InputError(f"{recipe.data}: the pairs are not those this run began with (see {path}); bring them back or choose another --out")
+    start = {"step": run.first, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": run.world, "commit": source_commit()}
     packages = ("torch", "transformers", "peft", "accelerate")
     card = {
-        "recipe": recipe.to_dict(), **run.card, **data.source, "template": run.embedder.tokenizer.config(),
-        "parameters": total, "trained_parameters": trained, "processes": run.world,
-        "negatives_pool": pool if recipe.objective == "contrastive" else "none",
+        "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
+        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe),
+        "temperature": recipe.temperature, "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
-        "commit": source_commit(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
-    if run.folder.main:
-        write_text(run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n")
-    return f"{len(data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}"
+    if run.main:
+        write_text(path, json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+    trackers = {key: value if isinstance(value, int | float | str) else str(value) for key, value in recipe.to_dict().items()}
+    run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
+    total, trained = run.parameters.values()
+    pool = f"; {card['negatives_pool']}" if recipe.objective == "contrastive" else ""
+    return f"{len(run.data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}{pool}"
 
+# %% ../nbs/45_training.ipynb #e00824d0
+def _save_final(run: Training, final: Path) -> None:
+    "The result, adapters merged; a sharded model is put together first."
+    if not is_sharded(run.model):
+        if run.main:
+            merge_lora(run.decoder)
+            run.embedder.save_pretrained(final)
+        return
+    weights = weights_to_save(run.decoder, run.main)
+    if run.main:
+        with atomic_folder(final) as aside:
+            write_embedder(run.embedder, aside, weights)
+            if (aside / "adapter_config.json").exists():
+                Embedder.from_pretrained(aside, dtype="float32", device="cpu").save_pretrained(final)
 
 def finish(run: Training) -> Path:
-    "Save the result, adapters merged, and add the totals to the card."
-    final = run.folder.path / "final"
-    if run.folder.main:
-        lines = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
+    "Save the result, and add the totals to the card."
+    final, lines = run.folder.path / "final", run.folder.lines("metrics.jsonl")
+    _save_final(run, final)
+    if run.main:
         seconds, tokens = (sum(line[key] for line in lines) for key in ("seconds", "tokens"))
-        merge_lora(run.decoder)
-        run.embedder.save_pretrained(final)
-        card = json.loads((run.folder.path / "card.json").read_text())
+        card = json.loads((run.folder.path / "card.json").read_text(encoding="utf-8"))
         card |= {"seconds": round(seconds, 2), "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
         write_text(run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+    run.accelerator.end_training()
     run.accelerator.wait_for_everyone()
     return final
 
 # %% ../nbs/45_training.ipynb #0f817be1
 def dry_run(recipe: Recipe, examples: Sequence[Example] | None = None, say: Callable[[str], None] = print) -> dict:
     "Loss terms of the first batch, without training: q2d, d2q and loss, or infonce; counts of texts, tokens, negatives."
+    examples = load_examples(recipe, say)[0] if examples is None else examples
     embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
     batch = make_data(recipe, embedder.tokenizer, examples).batch(0)
     terms = make_objective(recipe).loss(embedder.decoder.eval(), batch)
