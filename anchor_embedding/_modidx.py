@@ -824,6 +824,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'anchor_embedding.training.device_name': ( 'training.html#device_name',
                                                                                       'anchor_embedding/training.py'),
                                            'anchor_embedding.training.dry_run': ('training.html#dry_run', 'anchor_embedding/training.py'),
+                                           'anchor_embedding.training.find_instructions': ( 'training.html#find_instructions',
+                                                                                            'anchor_embedding/training.py'),
                                            'anchor_embedding.training.finish': ('training.html#finish', 'anchor_embedding/training.py'),
                                            'anchor_embedding.training.learning_rate': ( 'training.html#learning_rate',
                                                                                         'anchor_embedding/training.py'),
