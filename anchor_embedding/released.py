@@ -14,7 +14,7 @@ import torch
 from .batches import TokenBatch
 from .decoder import CausalDecoder, vocabulary_loss
 from .packing import masked_forward, pack
-from .processes import agreed_parts, global_sum, sync_gradients
+from .processes import global_sum, sync_gradients
 from .reconstruction import DIRECTIONS, named_terms
 from .text import TokenizedText
 
@@ -60,16 +60,14 @@ class ReleasedPasses:
 
     eos_id: int  # the tokenizer's EOS: pads, and is not scored
     alpha: float = 0.2  # weight of EBQ2D; a literal in the released code
-    micro_batch_size: int = 0  # pairs whose tokens are averaged; 0 = what `token_budget` allows
+    micro_batch_size: int = 0  # pairs whose tokens are averaged; 0 = all that a process holds
     pooling: str = "eos"  # the last token's state
-    token_budget: int = 8192  # encode tokens of a micro-batch, for micro_batch_size 0
+    token_budget: int = 8192  # taken as by the other objectives; without effect
 
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of `micro_batch_size` pairs."
-        size, rows = self.micro_batch_size, range(len(batch))
-        lengths = [len(q) + len(d) for q, d in zip(batch.queries, batch.positives, strict=True)]
-        groups = [rows[i : i + size] for i in rows[::size]] if size else agreed_parts(model, lengths, self.token_budget)
-        return [batch.take(group) for group in groups]
+        size, rows = self.micro_batch_size or len(batch), range(len(batch))
+        return [batch.take(rows[start : start + size]) for start in rows[::size]]
 
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Scored tokens of every text of every direction."

@@ -1,5 +1,6 @@
 """Gradients of each case of test_objectives.py: by itself, or as one process of several, which writes them to a file."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from anchor_embedding.contrastive import Contrastive
 from anchor_embedding.data import Example
 from anchor_embedding.decoder import CausalDecoder
 from anchor_embedding.packing import ATTENTION
+from anchor_embedding.processes import shard, whole_tensors
 from anchor_embedding.released import ReleasedReconstruction
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.text import TextTokenizer
@@ -36,25 +38,27 @@ def make_batch() -> TokenBatch:
     return tokenize_batch(pairs, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64), Instructions.none())
 
 
-def gradients(case: str, batch: TokenBatch, accelerator: Accelerator) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def gradients(
+    case: str, batch: TokenBatch, accelerator: Accelerator, sharded: bool = False
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after the first."""
     decoder = CausalDecoder(tiny_model("llama", tied=case != "released"))
     decoder.model.set_attn_implementation(ATTENTION)
-    model = accelerator.prepare_model(decoder)
+    model = shard(decoder, torch.float32) if sharded else accelerator.prepare_model(decoder)
     for _ in range(2):
         model.zero_grad()
         terms = CASES[case].step(model, batch, accelerator)
-    return terms, {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+    return terms, whole_tensors({name: p.grad for name, p in decoder.named_parameters() if p.grad is not None})
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     rank, world, batch = accelerator.process_index, accelerator.num_processes, make_batch()
-    for case in CASES:
-        terms, found = gradients(case, batch.take(range(rank, len(batch), world)), accelerator)
+    for case, sharded in itertools.product(CASES, (False, True)):
+        terms, found = gradients(case, batch.take(range(rank, len(batch), world)), accelerator, sharded)
         tensors = found | {f"terms.{name}": torch.tensor(value) for name, value in terms.items()}
-        save_file(tensors, Path(sys.argv[1]) / f"{case}{rank}.safetensors")
+        save_file(tensors, Path(sys.argv[1]) / f"{case}-{'fsdp' if sharded else 'ddp'}-{rank}.safetensors")
     accelerator.wait_for_everyone()
     accelerator.end_training()
     os._exit(0)  # all is on disk; torch's teardown of its threads may abort on a loaded machine

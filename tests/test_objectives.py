@@ -1,4 +1,4 @@
-"""Several processes (gloo, CPU) compute the gradients of one: the contrastive loss with every option, and the released Stage I."""
+"""Two processes (gloo, CPU; DDP and FSDP2) compute the gradients of one: the contrastive loss with every option, and the released Stage I."""
 
 import os
 import subprocess
@@ -32,14 +32,15 @@ def test_the_cases_differ_in_micro_batches():
     assert needed == [1, 2], "one process must fit its budget and the other must not, or the test shows less than it says"
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_gradients_equal_one_process(folder, case):
+def test_gradients_equal_one_process(folder, case, sharding):
     batch = make_batch()
     if case == "released":  # its mean of means depends on which pairs share a micro-batch: those of one process
         batch = batch.take([row for rank in range(PROCESSES) for row in range(rank, len(batch), PROCESSES)])
     terms, alone = gradients(case, batch, Accelerator(cpu=True))
     for rank in range(PROCESSES):
-        found = load_file(folder / f"{case}{rank}.safetensors")
+        found = load_file(folder / f"{case}-{sharding}-{rank}.safetensors")
         assert {f"terms.{name}" for name in terms} | set(alone) == set(found)
         for name, value in terms.items():
             assert found[f"terms.{name}"].item() == pytest.approx(value, rel=1e-5), name
