@@ -122,7 +122,7 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     with pytest.raises(InputError, match="learning_rat"):
         launch(recipe, 2, tmp_path / "run", overrides=["learning_rat=1"], say=quiet)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write .*rank-0.log"):
+    with pytest.raises(InputError, match="cannot write"):
         launch(recipe, 2, tmp_path / "file", say=quiet)
     assert not (tmp_path / "run").exists()
 
