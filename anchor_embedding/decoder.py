@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'vocabulary_loss', 'probe',
-           'choose_device', 'choose_dtype', 'load_tokenizer', 'load_decoder', 'add_lora', 'merge_lora']
+           'choose_device', 'choose_dtype', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
+           'compile_layers', 'add_lora', 'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
 from collections.abc import Callable
@@ -236,13 +237,30 @@ def load_decoder(
     if (Path(name) / "adapter_config.json").exists():
         return _load_adapter(name, dtype, device, compute_dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION)
+        to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}  # straight to where it will live
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **to)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise InputError(
             f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
         ) from error
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
     probe(decoder)
+    return decoder
+
+# %% ../nbs/15_decoder.ipynb #89c21927
+def checkpoint_activations(decoder: CausalDecoder) -> CausalDecoder:
+    "Keep one layer input per layer in training and compute the rest again in the backward pass."
+    model = decoder.causal_lm
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # transformers < 5.20
+    enable({"use_reentrant": False})
+    return decoder
+
+
+def compile_layers(decoder: CausalDecoder) -> CausalDecoder:
+    "Compile the parts of every layer for any number of tokens; the first step takes the time that compiling takes."
+    for layer in decoder.causal_lm.get_decoder().layers:
+        for part in layer.children():
+            part.compile(dynamic=True)
     return decoder
 
 # %% ../nbs/15_decoder.ipynb #c51f1745

@@ -28,7 +28,7 @@ from .files import atomic_folder
 from .packing import pack, token_budget_batches
 from .progress import progress_bar
 from .smollm2 import resolve_base
-from .text import TextTokenizer
+from .text import PROMPT, TextTokenizer
 
 # %% ../nbs/35_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"
@@ -117,10 +117,13 @@ def encode_texts(
     return vectors
 
 # %% ../nbs/35_embedder.ipynb #169f196a
-def write_embedder(embedder: Embedder, folder: Path) -> None:
-    "Write weights or adapter, tokenizer and settings into an existing folder."
-    model = embedder.decoder.model
-    model.save_pretrained(folder)
+def write_embedder(
+    embedder: Embedder,
+    folder: Path,  # which exists
+    weights: dict[str, torch.Tensor] | None = None,  # by their names in the model; None = those in the model
+) -> None:
+    "Write weights or adapter, tokenizer and settings."
+    embedder.decoder.model.save_pretrained(folder, state_dict=weights)
     embedder.tokenizer.tokenizer.save_pretrained(folder)
     settings = {**embedder.tokenizer.config(), "pooling": embedder.pooling, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
@@ -134,9 +137,9 @@ def read_settings(
     if not path.exists():
         return {}
     try:
-        settings = json.loads(path.read_text())
-        return {key: settings[key] for key in ("template", "max_length", "eos_token", "pooling")}
-    except (ValueError, KeyError) as error:
+        settings = {"prompt": PROMPT} | json.loads(path.read_text())  # models saved before it was a setting have none
+        return {key: settings[key] for key in ("template", "max_length", "eos_token", "prompt", "pooling")}
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
 
 # %% ../nbs/35_embedder.ipynb #13615604
@@ -144,7 +147,7 @@ def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
     dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto" keeps them as stored and multiplies in bfloat16 where the hardware does
     device: str | torch.device | None = None,  # None = the accelerator if there is one
-    **settings,  # template, max_length, eos_token, pooling: in place of the saved ones
+    **settings,  # template, max_length, eos_token, prompt, pooling: in place of the saved ones
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)

@@ -1,5 +1,13 @@
-"""The one exception for bad input: a message a user can act on, naming file, line and remedy."""
+"""The errors that this package raises on purpose; each is shown to the user as one line."""
 
 
 class InputError(ValueError):
     """Something a user gave (a file, a row, a setting, a model) cannot be used; the message says what to do."""
+
+
+class Stopped(Exception):
+    """A run ended because it was told to (Ctrl-C, SIGTERM), with everything up to then saved; `signal` is its number."""
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOAT32_BELOW', 'ATTENTION', 'PackedBatch', 'pack', 'token_budget_batches', 'sdpa_per_sequence', 'attention_kernel',
-           'packed_attention', 'packed_forward']
+           'masked_attention', 'packed_attention', 'packed_forward', 'masked_forward']
 
 # %% ../nbs/10_packing.ipynb #2e746d63
 import inspect
@@ -157,15 +157,40 @@ def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout
         query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, enable_gqa=True, **causal
     )
 
+# %% ../nbs/10_packing.ipynb #fd387c6d
+def masked_attention(
+    query,  # (B, H, L, D)
+    key,  # (B, H_kv, L, D)
+    value,  # (B, H_kv, L, D)
+    sees: torch.Tensor,  # (B, 1, L, L) bool: may the row's token see the column's
+    scale: float | None = None,  # of the scores; None = D**-0.5
+    dropout: float = 0.0,
+):  # (B, H, L, D)
+    "Attention under any mask; zero for a token that sees none."
+    blind = ~sees.any(-1, keepdim=True)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=sees | blind, scale=scale, dropout_p=dropout)
+    return out.masked_fill(blind, 0.0)
+
+# %% ../nbs/10_packing.ipynb #4d4a18c0
+def _masked_rows(query, key, value, sees, scale, dropout, window, softcap):
+    "(B, L, H, D): the padded path, for models whose attention is nothing but causal."
+    if softcap is not None or (window or query.shape[2]) < query.shape[2]:
+        raise InputError("a padded pass under a mask of its own supports no soft-capped scores and no sliding window within the texts")
+    return masked_attention(query, key, value, sees, scale, dropout).transpose(1, 2)
+
 # %% ../nbs/10_packing.ipynb #8d96df45
 ATTENTION = "anchor_packed"
 
 
 def packed_attention(
     module, query, key, value, attention_mask,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, **_,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None, **_,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D) and None out."
+    if sees is not None:
+        return _masked_rows(query, key, value, sees, scaling, dropout, sliding_window, softcap), None
     if cu_seqlens is None or sum(lengths) != query.shape[2]:
         raise InputError("packed attention needs the batch's boundaries: call the model through packed_forward")
     if softcap is not None:
@@ -207,3 +232,14 @@ def packed_forward(
         use_cache=False,
     )
     return out.last_hidden_state[0]
+
+# %% ../nbs/10_packing.ipynb #6c8f1557
+def masked_forward(
+    backbone,  # a transformers model without head, attention set to `ATTENTION`
+    embeddings: torch.Tensor,  # (B, L, d)
+    sees: torch.Tensor,  # (B, 1, L, L) bool: may the row's token see the column's
+) -> torch.Tensor:  # (B, L, d)
+    "Last hidden states of a padded rectangle under a mask of its own; positions run 0, 1, … in every row."
+    positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[:2])
+    out = backbone(inputs_embeds=embeddings, position_ids=positions, sees=sees, use_cache=False)
+    return out.last_hidden_state

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import __version__
-from .data import Example, docstring_pairs, read_examples
+from .data import Example, read_examples
+from .docstrings import docstring_pairs
 from .embedder import Embedder
 from .errors import InputError
 from .evaluation import HeldoutRetrieval

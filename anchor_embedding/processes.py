@@ -63,9 +63,13 @@ def balanced_share(
     world: int,  # divides the number of rows
 ) -> list[int]:  # positions in the batch, ascending
     "The rows of one of `world` processes: as many as every other has, and about as long."
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    dealt = (longest_first[i : i + world] for i in range(0, len(lengths), world))
-    return sorted(hand[rank if number % 2 == 0 else world - 1 - rank] for number, hand in enumerate(dealt))
+    shares, work = [[] for _ in range(world)], [0] * world
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        lacking = (r for r in range(world) if len(shares[r]) < len(lengths) // world)
+        least = min(lacking, key=lambda r: work[r])
+        shares[least].append(row)
+        work[least] += lengths[row]
+    return sorted(shares[rank])
 
 # %% ../nbs/17_processes.ipynb #ee4395aa
 def shard(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .data import TokenBatch
+from .batches import TokenBatch
 from .decoder import CausalDecoder, vocabulary_loss
-from .packing import PackedBatch, pack, token_budget_batches
-from .processes import global_sum, sync_gradients
+from .packing import PackedBatch, pack
+from .processes import agreed_parts, global_sum, sync_gradients
 
 # %% ../nbs/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,15 @@ class Reconstruction(ReconstructionPasses):
         "Every direction and its weight in the loss."
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}
 
-    def micro_batches(self, batch: TokenBatch) -> list[TokenBatch]:
+    def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of at most `token_budget` encode tokens."
         lengths = [len(q) + len(d) for q, d in zip(batch.queries, batch.positives, strict=True)]
-        return [batch.take(group) for group in token_budget_batches(lengths, self.token_budget)]
+        return [batch.take(group) for group in agreed_parts(model, lengths, self.token_budget)]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
         weights = {name: weight for name, weight in self.weights().items() if weight}
-        directions, parts = list(weights), self.micro_batches(batch)
+        directions, parts = list(weights), self.micro_batches(model, batch)
         weight = torch.tensor(list(weights.values()), device=accelerator.device)
         counts = [sum(map(len, bodies)) for bodies in self.bodies(batch, directions)]
         counts = global_sum(accelerator, torch.tensor(counts, dtype=torch.float32, device=accelerator.device))
@@ -128,7 +128,7 @@ class Reconstruction(ReconstructionPasses):
     @torch.no_grad()
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
         "Loss terms of a batch, without gradient."
-        sums = sum(decoder(self.sums, part, list(DIRECTIONS)) for part in self.micro_batches(batch))
+        sums = sum(decoder(self.sums, part, list(DIRECTIONS)) for part in self.micro_batches(decoder, batch))
         counts = [sum(map(len, bodies)) for bodies in self.bodies(batch, list(DIRECTIONS))]
         means = sums / torch.tensor(counts, device=sums.device).clamp_min(1)
         return named_terms(DIRECTIONS, means, self.alpha * means[0] + (1 - self.alpha) * means[1])
@@ -146,7 +146,7 @@ def anchor_gain(
     batch: TokenBatch,  # at least two pairs
 ) -> dict[str, float]:  # anchor_gain_q2d and anchor_gain_d2q (nats per token), mean_cosine
     "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are."
-    names, parts = list(DIRECTIONS), objective.micro_batches(batch)
+    names, parts = list(DIRECTIONS), objective.micro_batches(decoder, batch)
     anchors = torch.cat([decoder(objective.encode, part, names).unflatten(0, (2, -1)) for part in parts], dim=1)
     sums = {}
     for shift in (0, 1):

@@ -1,7 +1,10 @@
-"""Two processes (gloo, CPU) train to the weights of one, and hold equal weights: both stages, DDP."""
+"""Groups of 2 and 4 processes (gloo, CPU) compute the gradients of one process and train to its weights: both stages,
+tied and untied heads, LoRA and full tuning, DDP and FSDP2, whole batches and many micro-batches (GradCache)."""
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,40 +17,106 @@ from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WORDS = PROSE.split()
-# some pairs have hard negatives and some have none, so the processes hold different numbers of texts
+# lengths differ widely, and some pairs have hard negatives while others have none, so ranks hold different numbers of texts
 PAIRS = [
-    [" ".join(WORDS[i : i + 4]), " ".join(WORDS[i + 4 : i + 4 + i % 9 + 3]), [" ".join(WORDS[-i - 7 : -i - 1])] * (i % 3 == 0)]
+    [" ".join(WORDS[i : i + 4]), " ".join(WORDS[i + 4 : i + 4 + i * 5 % 23 + 3]), [" ".join(WORDS[-i - 7 : -i - 1])] * (i % 3 == 0)]
     for i in range(40)
 ]
-SHARED = {"data": "-", "steps": 5, "batch_size": 8, "warmup_steps": 1, "max_length": 40, "dtype": "float32"}
+SHARED = {"data": "-", "steps": 4, "batch_size": 8, "warmup_steps": 1, "max_length": 40, "dtype": "float32"}
 STAGES = {
     "reconstruction": {"objective": "reconstruction", "learning_rate": 1e-3},
-    "contrastive": {"objective": "contrastive", "tuning": "lora", "lora_rank": 4, "lora_dropout": 0.0, "learning_rate": 1e-2},
+    "contrastive": {"objective": "contrastive", "learning_rate": 1e-3},
 }
+TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_dropout": 0.0}}
+BUDGETS = {"whole": 10_000, "parts": 60}
+MATRIX = list(itertools.product(STAGES, ("tied", "untied"), TUNING, BUDGETS))
 
 
-def run(folder, recipe, processes):
-    """Weights and losses of every rank after five steps."""
-    out = folder / f"out{processes}"
-    task = folder / f"task{processes}.json"
-    task.write_text(json.dumps({"recipe": recipe.to_dict(), "out": str(out), "pairs": PAIRS}))
+def start(folder, processes, tasks):
+    """Run tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed process."""
+    task_file = folder / f"tasks{processes}-{len(list(folder.iterdir()))}.json"
+    rows = [{"recipe": r.to_dict(), "out": str(folder / name), "whole_run": whole, "resume": resume} for name, r, whole, resume in tasks]
+    task_file.write_text(json.dumps({"pairs": PAIRS, "tasks": rows}))
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *launch, str(WORKER), str(task)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [(load_file(out / f"rank{r}.safetensors"), json.loads((out / f"rank{r}.json").read_text())) for r in range(processes)]
+    done = subprocess.run([sys.executable, *launch, str(WORKER), str(task_file)], capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.mark.parametrize(("stage", "tied", "token_budget"), [
-    ("reconstruction", True, 10_000), ("reconstruction", False, 60), ("contrastive", False, 10_000), ("contrastive", True, 60),
-])  # fmt: skip
-def test_two_processes_equal_one(tmp_path, stage, tied, token_budget):
-    tiny_model("llama", tied=tied).save_pretrained(tmp_path / "base")
-    tiny_tokenizer("smollm2").save_pretrained(tmp_path / "base")
-    recipe = Recipe(name="run", base=str(tmp_path / "base"), token_budget=token_budget, **SHARED, **STAGES[stage])
-    (alone, losses), (first, first_losses), (second, second_losses) = run(tmp_path, recipe, 1) + run(tmp_path, recipe, 2)
-    assert first.keys() == second.keys() == alone.keys()
-    assert first_losses == second_losses == pytest.approx(losses, rel=1e-4)
-    for name in alone:
-        assert first[name].equal(second[name]), f"the ranks differ in {name}"
-        assert (first[name] - alone[name]).abs().max() < 1e-4, f"two processes differ from one in {name}"
+def recipe_of(folder, stage, head, tuning, budget, **more):
+    settings = {**SHARED, **STAGES[stage], **TUNING[tuning], "token_budget": BUDGETS[budget], **more}
+    return Recipe(name="run", base=str(folder / head), **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two base models: tied and untied."""
+    folder = tmp_path_factory.mktemp("distributed")
+    for head in ("tied", "untied"):
+        tiny_model("llama", tied=head == "tied").save_pretrained(folder / head)
+        tiny_tokenizer("smollm2").save_pretrained(folder / head)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def groups(folder):
+    """{(processes, sharding, case): [(tensors, losses) of every rank]}, every group of processes started once."""
+    found = {}
+    for processes, shardings in ((1, ("none",)), (2, ("none", "fsdp")), (4, ("none", "fsdp"))):
+        keys = [(processes, sharding, case) for sharding in shardings for case in MATRIX]
+        names = {key: "-".join([str(key[0]), key[1], *key[2]]) for key in keys}
+        start(folder, processes, [(names[key], recipe_of(folder, *key[2], sharding=key[1]), False, False) for key in keys])
+        for key in keys:
+            out = folder / names[key]
+            found[key] = [(load_file(out / f"rank{r}.safetensors"), json.loads((out / f"rank{r}.json").read_text())) for r in range(processes)]
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("case", MATRIX, ids="-".join)
+def test_many_processes_equal_one(groups, processes, sharding, case):
+    ((alone, losses),) = groups[1, "none", case]
+    first, first_losses = groups[processes, sharding, case][0]
+    assert first.keys() == alone.keys()
+    assert first_losses == pytest.approx(losses, rel=1e-4)
+    for tensors, found in groups[processes, sharding, case][1:]:
+        assert found == first_losses, "the ranks report different losses"
+        assert all(tensors[name].equal(first[name]) for name in first), "the ranks hold different weights"
+    for name, expected in alone.items():
+        distance = (first[name] - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert distance < (1e-4 if name.startswith("gradient") else 1e-3), f"{name} differs by {distance:.1e}"
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_sharded_run_goes_on_with_any_number_of_processes(folder, tuning):
+    """A sharded run of two processes is cut back to its checkpoint and continued by four sharded and by one whole process."""
+    recipe = recipe_of(folder, "reconstruction", "tied", tuning, "parts", checkpoint_every=2, eval_every=2, sharding="fsdp")
+    start(folder, 1, [(f"{tuning}-alone", recipe, True, False)])
+    start(folder, 2, [(f"{tuning}-two", recipe, True, False)])
+    for name in ("four", "one"):
+        shutil.copytree(folder / f"{tuning}-two", folder / f"{tuning}-{name}")
+        for gone in ("final", "step-000004"):
+            shutil.rmtree(folder / f"{tuning}-{name}" / gone)
+    start(folder, 4, [(f"{tuning}-four", recipe, True, True)])
+    start(folder, 1, [(f"{tuning}-one", recipe, True, True)])
+    expected = load_file(folder / f"{tuning}-alone" / "final" / "model.safetensors")
+    for name in ("two", "four", "one"):
+        found = load_file(folder / f"{tuning}-{name}" / "final" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert (found[key] - expected[key]).abs().max() < 1e-4, f"{key} of {name}"
+        evals = [json.loads(line) for line in (folder / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in evals] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_dropout_and_recomputation_leave_ranks_equal(folder, sharding):
+    """LoRA dropout (noise of its own on every rank), bfloat16 products and activation checkpointing."""
+    settings = {"lora_dropout": 0.1, "activation_checkpointing": True, "dtype": "bfloat16", "sharding": sharding}
+    recipe = recipe_of(folder, "contrastive", "tied", "lora", "parts").replace(**settings)
+    name = f"dropout-{sharding}"
+    start(folder, 2, [(name, recipe, False, False)])
+    first, second = (load_file(folder / name / f"rank{r}.safetensors") for r in range(2))
+    assert all(first[key].equal(second[key]) for key in first)
+    assert any(key.startswith("weight") and value.isfinite().all() for key, value in first.items())

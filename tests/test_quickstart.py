@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from anchor_embedding.data import docstring_pairs
+from anchor_embedding.docstrings import docstring_pairs
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
 from anchor_embedding.pipeline import run_pipeline

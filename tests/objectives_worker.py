@@ -1,0 +1,60 @@
+"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which writes them to a file."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+
+from anchor_embedding.batches import Instructions, TokenBatch, tokenize_batch
+from anchor_embedding.contrastive import Contrastive
+from anchor_embedding.data import Example
+from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.packing import ATTENTION
+from anchor_embedding.released import ReleasedReconstruction
+from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.text import TextTokenizer
+
+OPTIONS = dict(mask_same_text=True, false_negative_margin=0.3, matryoshka=(8, 16), symmetric_loss=True, same_side_negatives=True)
+CASES = {  # tokens of a micro-batch are chosen so that some processes need several and others only one
+    "plain": Contrastive(token_budget=150),
+    "options": Contrastive(token_budget=150, **OPTIONS),
+    "pools": Contrastive(token_budget=150, negatives_pool=4),
+    "released": ReleasedReconstruction(eos_id=2, micro_batch_size=2),
+}
+
+
+def make_batch() -> TokenBatch:
+    """Eight pairs, every second one long, some with hard negatives; texts repeat."""
+    words = PROSE.split()
+    pairs = []
+    for i in range(8):
+        document = " ".join(words[i % 5 : i % 5 + (3 if i % 2 == 0 else 20)])
+        pairs.append(Example(" ".join(words[3 * i : 3 * i + 3]), document, (" ".join(words[-4 - i : -i - 1]),) * (i % 3 == 0)))
+    return tokenize_batch(pairs, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64), Instructions.none())
+
+
+def gradients(case: str, batch: TokenBatch, accelerator: Accelerator) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after the first."""
+    decoder = CausalDecoder(tiny_model("llama", tied=case != "released"))
+    decoder.model.set_attn_implementation(ATTENTION)
+    model = accelerator.prepare_model(decoder)
+    for _ in range(2):
+        model.zero_grad()
+        terms = CASES[case].step(model, batch, accelerator)
+    return terms, {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    rank, world, batch = accelerator.process_index, accelerator.num_processes, make_batch()
+    for case in CASES:
+        terms, found = gradients(case, batch.take(range(rank, len(batch), world)), accelerator)
+        tensors = found | {f"terms.{name}": torch.tensor(value) for name, value in terms.items()}
+        save_file(tensors, Path(sys.argv[1]) / f"{case}{rank}.safetensors")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    os._exit(0)  # all is on disk; torch's teardown of its threads may abort on a loaded machine

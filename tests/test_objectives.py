@@ -1,0 +1,47 @@
+"""Several processes (gloo, CPU) compute the gradients of one: the contrastive loss with every option, and the released Stage I."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from objectives_worker import CASES, gradients, make_batch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).with_name("objectives_worker.py")
+PROCESSES = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What every process found in every case."""
+    folder = tmp_path_factory.mktemp("gradients")
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *launch, str(WORKER), str(folder)], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_the_cases_differ_in_micro_batches():
+    batch, objective = make_batch(), CASES["plain"]
+    needed = [len(objective.groups(None, batch.take(range(rank, len(batch), PROCESSES)))) for rank in range(PROCESSES)]
+    assert needed == [1, 2], "one process must fit its budget and the other must not, or the test shows less than it says"
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_gradients_equal_one_process(folder, case):
+    batch = make_batch()
+    if case == "released":  # its mean of means depends on which pairs share a micro-batch: those of one process
+        batch = batch.take([row for rank in range(PROCESSES) for row in range(rank, len(batch), PROCESSES)])
+    terms, alone = gradients(case, batch, Accelerator(cpu=True))
+    for rank in range(PROCESSES):
+        found = load_file(folder / f"{case}{rank}.safetensors")
+        assert {f"terms.{name}" for name in terms} | set(alone) == set(found)
+        for name, value in terms.items():
+            assert found[f"terms.{name}"].item() == pytest.approx(value, rel=1e-5), name
+        for name, gradient in alone.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item(), msg=name)
