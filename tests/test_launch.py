@@ -1,0 +1,188 @@
+"""Launched processes: their errors, their end with their watcher, their logs, and runs that go on."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from anchor_embedding import launch as launching
+from anchor_embedding.errors import InputError
+from anchor_embedding.launch import WorkerError, launch
+from anchor_embedding.recipe import Recipe
+from anchor_embedding.testing import PROSE
+from anchor_embedding.training import train
+
+WORDS = PROSE.split()
+# python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every step
+FAULT = """
+import os
+if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", ""):
+    import itertools
+    import torch
+    real, count = torch.optim.AdamW.step, itertools.count(1)
+
+    def step(self, *arguments, **settings):
+        exec(os.environ["FAULT"], {"step": next(count)})
+        return real(self, *arguments, **settings)
+
+    torch.optim.AdamW.step = step
+"""
+START = "import json, sys; from anchor_embedding.launch import launch; from anchor_embedding.recipe import load_recipe; " \
+        "launch(load_recipe(sys.argv[1]), **json.loads(sys.argv[2]), say=lambda text: print(text, flush=True))"  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path, base, monkeypatch):
+    """A small run, and processes that can be made to fail."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return Recipe(
+        name="small", objective="reconstruction", base=str(base), data=str(pairs), steps=6, batch_size=8, warmup_steps=2,
+        learning_rate=3e-3, max_length=40, dtype="float32", checkpoint_every=2,
+    )  # fmt: skip
+
+
+def fault(monkeypatch, code, rank="1", step=3):
+    """Let the processes of these ranks (digits) run `code` in one step."""
+    monkeypatch.setenv("FAULT", f"import os, signal, subprocess, time\nif step == {step}:\n    {code}\ntime.sleep(0.03)")
+    monkeypatch.setenv("FAULT_RANK", rank)
+
+
+def quiet(text):
+    pass
+
+
+def started(recipe, folder, **settings):
+    """A watcher in a process of its own."""
+    recipe.save(folder / "wanted.toml")
+    options = json.dumps({"nproc": 2, "out": str(folder / "run"), **settings})
+    command = [sys.executable, "-c", START, str(folder / "wanted.toml"), options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def alive(processes):
+    """Those that still run, among processes as psutil knows them (by pid and time of birth)."""
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "error", "words"), [
+    ("from anchor_embedding.errors import InputError; raise InputError('pairs.jsonl:3: nothing there')", InputError,
+     ["pairs.jsonl:3: nothing there"]),
+    ("raise ZeroDivisionError('in the third step')", WorkerError,
+     ["rank 1 ended with exit code 1", "rank-1.log", "Traceback", "ZeroDivisionError: in the third step"]),
+    ("os.kill(os.getpid(), 9)", WorkerError, ["rank 1 was killed by SIGKILL (the system does so when memory runs out)"]),
+])  # fmt: skip
+def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
+    fault(monkeypatch, code)
+    with pytest.raises(error) as caught:
+        launch(recipe, 2, tmp_path / "run", say=quiet)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert not any(word in message for word in ("elastic", "ChildFailedError", "gloo", "anchor: "))
+    assert alive(psutil.Process().children(recursive=True)) == []
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
+
+
+def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
+    monkeypatch.setattr(launching, "accelerators", lambda: 1)
+    with pytest.raises(InputError, match="nproc is 2, but there are 1 accelerators here"):
+        launch(recipe, 2, tmp_path / "run", say=quiet)
+    monkeypatch.setattr(launching, "accelerators", lambda: 0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(InputError, match="started by torchrun"):
+        launch(recipe, 2, tmp_path / "run", say=quiet)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(InputError, match="learning_rat"):
+        launch(recipe, 2, tmp_path / "run", overrides=["learning_rat=1"], say=quiet)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        launch(recipe, 2, tmp_path / "file", say=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code", "says"), [
+    (signal.SIGINT, -signal.SIGINT, "stopped; go on from step"),
+    (signal.SIGTERM, 128 + signal.SIGTERM, "stopped; go on from step"),
+    (signal.SIGKILL, -signal.SIGKILL, ""),
+])  # fmt: skip
+def test_stopped_watcher_leaves_no_process(tmp_path, recipe, monkeypatch, number, code, says):
+    fault(monkeypatch, "subprocess.Popen(['sleep', '600'])", rank="01")
+    recipe = recipe.replace(steps=100)
+    watcher = started(recipe, tmp_path)
+    wait_until(lambda: len(steps(tmp_path)) >= 4)
+    processes = psutil.Process(watcher.pid).children(recursive=True)
+    assert sum("sleep" in process.cmdline() for process in processes) == 2 and len(processes) == 4
+    watcher.send_signal(number)
+    said, _ = watcher.communicate(timeout=60)
+    assert watcher.returncode == code and says in said, said
+    wait_until(lambda: not alive(processes))
+    assert 2 <= launching.newest_checkpoint(tmp_path / "run") < 100 and not (tmp_path / "run" / "final").exists()
+    if number == signal.SIGINT:
+        check_that_it_goes_on(tmp_path, recipe, monkeypatch)
+
+
+def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
+    """Resumed through `launch`, the run has the losses of one that nothing has stopped."""
+    monkeypatch.setenv("FAULT_RANK", "")
+    final = launch(recipe, 2, tmp_path / "run", resume=True, say=quiet)
+    train(recipe, tmp_path / "whole", progress=False, say=quiet)
+    resumed, whole = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "whole")
+    )
+    assert [line["step"] for line in resumed] == list(range(1, 101)) and (final / "model.safetensors").exists()
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in whole], rel=1e-3)
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert len(re.findall(r"(?m)^\d{4}-\S+ anchor train .*", log)) == 2
+
+
+def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
+    fault(monkeypatch, "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)")
+    watcher = started(recipe, tmp_path, grace=2)
+    wait_until(lambda: len(steps(tmp_path)) >= 2)
+    time.sleep(0.5)
+    processes = psutil.Process(watcher.pid).children(recursive=True)
+    watcher.send_signal(signal.SIGINT)
+    watcher.communicate(timeout=20)
+    assert len(processes) == 2 and not alive(processes)
+
+
+def test_two_nodes(tmp_path, recipe):
+    """Two watchers on one machine, a process each, make one run."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{found.getsockname()[1]}"
+    nodes = [started(recipe, tmp_path, nproc=1, nodes=2, node_rank=rank, rendezvous=place) for rank in (0, 1)]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
