@@ -88,7 +88,7 @@ def is_sharded(model) -> bool:
     "Whether every forward of this module is a common act of all processes."
     return isinstance(model, FSDPModule)
 
-
+# %% ../nbs/17_processes.ipynb #96933938
 def own_parameters(decoder: CausalDecoder) -> dict[str, torch.Tensor]:
     "All parameters by name as this process keeps them: slices, also right after a forward that put some together."
     if is_sharded(decoder):

@@ -12,6 +12,7 @@ __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'fin
 import json
 import math
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -47,8 +48,10 @@ from anchor_embedding.decoder import (
 from .docstrings import docstring_pairs
 from .embedder import Embedder, read_settings, write_embedder
 from .errors import InputError, Stopped
-from .files import atomic_folder, write_text
+from .files import write_text
 from .packing import attention_kernel
+
+# %% ../nbs/45_training.ipynb #af94c031
 from anchor_embedding.processes import (
     StopSignals,
     balanced_share,
@@ -66,6 +69,7 @@ from anchor_embedding.runs import (
     RunFolder,
     load_optimizer,
     prune_checkpoints,
+    read_log,
     read_tensors,
     save_checkpoint,
     source_commit,
@@ -79,14 +83,15 @@ from .text import TextTokenizer
 OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive}
 
 
-def make_objective(recipe: Recipe):
+def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
     "The objective of a recipe, with the recipe's settings; `as_released` takes Stage I as the released code computes it."
     settings, kind = recipe.objective_settings(), OBJECTIVES[recipe.objective]
     settings.pop("hard_negatives", None)
     if recipe.objective == "reconstruction":
         released, size = settings.pop("as_released"), settings.pop("micro_batch_size")
         if released:
-            kind, settings = ReleasedReconstruction, {"alpha": recipe.alpha, "micro_batch_size": size}
+            eos_id = tokenizer.tokenizer.eos_token_id  # which that code pads with
+            kind, settings = ReleasedReconstruction, {"alpha": recipe.alpha, "micro_batch_size": size, "eos_id": eos_id}
     return kind(**settings, pooling=recipe.pooling, token_budget=recipe.token_budget)
 
 # %% ../nbs/45_training.ipynb #fa76f272
@@ -134,6 +139,13 @@ def find_instructions(name: str) -> Instructions:
     return shipped[name]() if name in shipped else Instructions.from_file(name)
 
 # %% ../nbs/45_training.ipynb #6bf4443b
+def _training_tokenizer(recipe, tokenizer):
+    "The released code truncates without care for the EOS, in training only (D5)."
+    if recipe.template != "released":
+        return tokenizer
+    return TextTokenizer(tokenizer.tokenizer, tokenizer.template, tokenizer.max_length, prompt=tokenizer.prompt, cut_eos=True)
+
+
 def make_data(
     recipe: Recipe,
     tokenizer: TextTokenizer,
@@ -151,6 +163,7 @@ def make_data(
     digits = examples.fingerprint if stored else fingerprint(examples)
     source = {**(source or {}), "pairs": len(examples), "fingerprint": digits, "left_out": plan.left_out}
     hard_negatives = recipe.objective_settings().get("hard_negatives", 0)
+    tokenizer = _training_tokenizer(recipe, tokenizer)
     return TrainingData(examples, plan, tokenizer, instructions, hard_negatives, source, balanced=not recipe.negatives_pool)
 
 # %% ../nbs/45_training.ipynb #011ccc2c
@@ -294,7 +307,7 @@ class Training:
         start = self.folder.checkpoint(self.first) if self.first else None
         examples, source = load_examples(recipe, self.say) if examples is None else (examples, {"data": "given by the caller"})
         self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
-        self.decoder, self.objective = self.embedder.decoder, make_objective(recipe)
+        self.decoder, self.objective = self.embedder.decoder, make_objective(recipe, self.embedder.tokenizer)
         self.parameters = count_parameters(self.decoder)
         self.data = make_data(recipe, self.embedder.tokenizer, examples, source)
         self.model = wrap(recipe, self.decoder, self.accelerator)
@@ -453,14 +466,14 @@ def _save_final(run: Training, final: Path) -> None:
         return
     weights = weights_to_save(run.decoder, run.main)
     if run.main:
-        with atomic_folder(final) as aside:
-            write_embedder(run.embedder, aside, weights)
-            if (aside / "adapter_config.json").exists():
-                Embedder.from_pretrained(aside, dtype="float32", device="cpu").save_pretrained(final)
+        with tempfile.TemporaryDirectory(prefix=".final.", dir=final.parent) as aside:
+            write_embedder(run.embedder, Path(aside), weights)
+            Embedder.from_pretrained(aside, dtype="float32", device="cpu").save_pretrained(final)
+
 
 def finish(run: Training) -> Path:
     "Save the result, and add the totals to the card."
-    final, lines = run.folder.path / "final", run.folder.lines("metrics.jsonl")
+    final, lines = run.folder.path / "final", read_log(run.folder.path / "metrics.jsonl")
     _save_final(run, final)
     if run.main:
         seconds, tokens = (sum(line[key] for line in lines) for key in ("seconds", "tokens"))
@@ -476,6 +489,6 @@ def dry_run(recipe: Recipe, examples: Sequence[Example] | None = None, say: Call
     examples = load_examples(recipe, say)[0] if examples is None else examples
     embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
     batch = make_data(recipe, embedder.tokenizer, examples).batch(0)
-    terms = make_objective(recipe).loss(embedder.decoder.eval(), batch)
+    terms = make_objective(recipe, embedder.tokenizer).loss(embedder.decoder.eval(), batch)
     negatives = sum(map(len, batch.negatives))
     return {**terms, "pairs": len(batch), "texts": len(batch.texts), "tokens": batch.num_tokens, "negatives": negatives}
