@@ -356,7 +356,7 @@ def _hub_part(name, repository, config, split):
     "The part of a dataset on the hub."
     from datasets import load_dataset
 
-    found = _load(name, lambda: load_dataset(repository, config or None, split=split or "train"), "write owner/name:config:split")
+    found = _load(name, lambda: load_dataset(repository, config or None, split=split or "train"), "check the path, or write owner/name:config:split")
     return _dataset_part(name, repository.split("/")[1], found)
 
 

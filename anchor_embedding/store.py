@@ -15,7 +15,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from html import escape
@@ -124,7 +124,7 @@ class _MappedRows:
         for place, offset in zip(places.tolist(), (indices - self.starts[places]).tolist(), strict=True):
             query, positive, negatives, code = (column[offset].as_py() for column in self.batches[place].columns[:4])
             yield query, positive, tuple(negatives), code
-            self.touched += 2**18 + 4 * (len(query) + len(positive) + sum(map(len, negatives)))  # bytes, with neighbouring pages
+            self.touched += 2**21 + 4 * (len(query) + len(positive) + sum(map(len, negatives)))  # at most, in bytes
             if self.touched > 2**28 and hasattr(mmap, "MADV_DONTNEED"):
                 self.map.madvise(mmap.MADV_DONTNEED)
                 self.touched = 0
@@ -272,12 +272,13 @@ def _alone(folder: Path, source: str, say: Callable[[str], None]):
 
 
 def _remove_remains(folder: Path, origin: list) -> None:
-    "Remove what a killed process left of `folder`, and stores of the same origin made before a file changed."
-    for path in folder.parent.glob(f".{folder.name}.*"):
+    "Remove what a killed process left of `folder`, a damaged one, and stores of the same origin made before a file changed."
+    for path in (folder, *folder.parent.glob(f".{folder.name}.*")):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.parent.glob("*/store.json"):
-        if path.parent != folder and json.loads(path.read_text(encoding="utf-8"))["origin"] == origin:
-            shutil.rmtree(path.parent, ignore_errors=True)
+        with suppress(OSError, ValueError, KeyError):  # another process may remove the same one
+            if json.loads(path.read_text(encoding="utf-8"))["origin"] == origin:
+                shutil.rmtree(path.parent)
 
 # %% ../nbs/06_store.ipynb #3a20f1a3
 class _CountedFile(io.FileIO):
@@ -333,7 +334,6 @@ def open_examples(
         with _alone(folder, source, say):
             store = _stored(folder, source)
             if store is None:
-                shutil.rmtree(folder, ignore_errors=True)
                 _remove_remains(folder, origin)
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)

@@ -293,6 +293,7 @@ from anchor_embedding.store import open_examples
 start = time.perf_counter()
 store = open_examples(sys.argv[1], progress=False, say=lambda text: None)
 opened = time.perf_counter() - start
+peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
 start = time.perf_counter()
 plan = BatchPlan(store.rows, 512)
 steps = [plan.step(k) for k in range(0, 200)]
@@ -304,8 +305,8 @@ lengths = int(store.lengths.sum())
 if sys.argv[2] == "all":
     for example in store:
         texts += len(example.positive)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print(json.dumps({"rows": len(store), "opened": opened, "planned": planned, "taken": taken, "gigabytes": peak, "characters": lengths,
+peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+print(json.dumps({"rows": len(store), "opened": opened, "planned": planned, "taken": taken, "gigabytes": peaks, "characters": lengths,
                   "fingerprint": store.fingerprint, "datasets": len(store.sizes)}))
 """
 
@@ -327,7 +328,7 @@ def test_one_and_a_half_million_rows_in_less_than_a_gigabyte(tmp_path, capsys):
         print(f"\n{size / 1e9:.2f} GB; first {first}; second {second}")
     assert first["rows"] == second["rows"] >= 1_500_000 and first["datasets"] == 14
     assert first["fingerprint"] == second["fingerprint"]
-    assert max(first["gigabytes"], second["gigabytes"]) < 1
+    assert max(first["gigabytes"] + second["gigabytes"]) < 1
     assert second["opened"] < 5 and second["planned"] < 5 and second["taken"] < 30
 
 
