@@ -1,0 +1,255 @@
+"""Runs that die at any moment go on to the same bits; runs that must end say so in one line and keep what was good."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from anchor_embedding.recipe import Recipe
+from anchor_embedding.testing import PROSE
+
+WORDS = PROSE.split()
+STEPS = 8
+SHARED = {"steps": STEPS, "batch_size": 8, "warmup_steps": 2, "max_length": 40, "dtype": "float32", "checkpoint_every": 2, "keep_checkpoints": 2}
+STAGES = {
+    "reconstruction": {"objective": "reconstruction", "learning_rate": 3e-3},
+    "contrastive": {"objective": "contrastive", "learning_rate": 1e-2, "token_budget": 100},
+}
+TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8}}  # with dropout
+# the optimizer is called once a step, whatever else training does
+AT_STEP = """
+import itertools, os, torch
+real, count = torch.optim.AdamW.step, itertools.count(1)
+
+def step(self, *arguments, **settings):
+    done = real(self, *arguments, **settings)
+    if next(count) == {step}:
+        {code}
+    return done
+
+torch.optim.AdamW.step = step
+"""
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """A process that has imported everything; called with a task, it gives exit code and seconds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(Path(__file__).with_name("kill_driver.py"))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def call(task):
+        process.stdin.write(json.dumps(task) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield call
+    process.stdin.close()
+    process.wait(timeout=60)
+
+
+@dataclass
+class Run:
+    """A recipe, its data and its folder; calling it is `anchor train --resume`."""
+
+    driver: object
+    home: Path
+    name: str = "run"
+
+    @property
+    def folder(self):
+        return self.home / self.name
+
+    @property
+    def log(self):
+        return (self.home / "log").read_text()
+
+    def __call__(self, **task):
+        """Exit code of one start."""
+        arguments = ["train", str(self.home / "recipe.toml"), "--out", str(self.folder), "--resume"]
+        done = self.driver({"arguments": arguments, "folder": str(self.folder), "log": str(self.home / "log"), **task})
+        self.seconds = done["seconds"]
+        return done["code"]
+
+    def message(self):
+        """The one line of a run that was ended on purpose."""
+        assert "Traceback" not in self.log, self.log
+        (line,) = [line for line in self.log.splitlines() if line.startswith("anchor: ")]
+        return line
+
+    def checkpoints(self):
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+
+    def rows(self):
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def hidden(self):
+        return sorted(path.name for path in self.folder.rglob(".*"))
+
+
+@pytest.fixture
+def prepare(tmp_path, base, driver):
+    """A run that has not begun, beside `whole`, one that nothing has disturbed."""
+
+    def make(stage, tuning="full", **settings):
+        pairs = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        settings = SHARED | STAGES[stage] | TUNING[tuning] | settings
+        Recipe(name="run", base=str(base), data=str(tmp_path / "pairs.jsonl"), **settings).save(tmp_path / "recipe.toml")
+        whole = Run(driver, tmp_path, "whole")
+        assert whole() == 0, whole.log
+        whole.operations = int((tmp_path / "log.count").read_text())
+        return Run(driver, tmp_path), whole
+
+    return make
+
+
+def check_same(run, whole):
+    """The same files, bit by bit the same weights, every step once with the same figures, nothing left aside."""
+    weights, expected = (load_file(each.folder / "final" / "model.safetensors") for each in (run, whole))
+    assert weights.keys() == expected.keys()
+    assert [name for name in expected if not weights[name].equal(expected[name])] == []
+    rows, wanted = ([{k: v for k, v in row.items() if k != "seconds"} for row in each.rows()] for each in (run, whole))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and rows == wanted
+    files, wanted = (sorted(str(path.relative_to(each.folder)) for path in each.folder.rglob("*")) for each in (run, whole))
+    assert files == wanted and run.hidden() == []
+
+
+# ---- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+def ways_to_die(seed, whole):
+    """An endless series: after a random time, at a random file operation, in the middle of writing a checkpoint's file."""
+    chance = random.Random(seed)
+    largest = max(path.stat().st_size for path in whole.folder.glob("step-*/*.safetensors"))
+    for kind in itertools.cycle(("time", "operation", "write")):
+        yield kind, {
+            "time": {"delay": chance.uniform(0.02, whole.seconds)},
+            "operation": {"action": "kill", "count": chance.randint(1, whole.operations)},
+            "write": {"action": "write", "only": "step-", "count": chance.randint(1, 12), "bytes": chance.randint(1, largest)},
+        }[kind]
+
+
+def kill_often(run, whole, kills, seed):
+    """Start again and again until so many starts were killed; then let it end. Returns how often it was killed in which way."""
+    killed = Counter()
+    for kind, task in ways_to_die(seed, whole):
+        code = run(**task)
+        assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ), run.log
+        if code == 0:
+            check_same(run, whole)
+            shutil.rmtree(run.folder)  # it got to its end: from the beginning
+        else:
+            killed[kind] += 1
+        if killed.total() == kills:
+            break
+    assert run() == 0, run.log
+    check_same(run, whole)
+    return killed
+
+
+@pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
+def test_killed_runs_go_on_to_the_same_bits(prepare, stage, tuning):
+    kill_often(*prepare(stage, tuning), kills=5, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "tuning"), list(itertools.product(STAGES, TUNING)))
+def test_killed_often(prepare, stage, tuning):
+    killed = kill_often(*prepare(stage, tuning), kills=9, seed=2)
+    print(f"{stage}, {tuning}: killed {dict(killed)}")
+    assert all(killed[kind] for kind in ("time", "operation", "write"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
+def test_killed_at_every_file_operation(prepare, stage, tuning):
+    run, whole = prepare(stage, tuning)
+    for count in range(1, whole.operations + 1):
+        assert run(action="kill", count=count) == -signal.SIGKILL
+        assert run() == 0, run.log
+        check_same(run, whole)
+        shutil.rmtree(run.folder)
+    print(f"{stage}, {tuning}: killed at each of {whole.operations} file operations")
+
+
+def test_remains_of_a_killed_save_are_removed(prepare):
+    run, whole = prepare("reconstruction")
+    assert run(action="write", only=".step-000004", count=1, bytes=20_000) == -signal.SIGXFSZ
+    assert run.checkpoints() == [2] and any(name.startswith(".step-000004.") for name in run.hidden())
+    assert run() == 0, run.log
+    check_same(run, whole)
+
+
+# ---- asked to stop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["step", "save"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_end(prepare, number, moment):
+    run, whole = prepare("reconstruction" if moment == "save" else "contrastive")
+    during_step = {"before": AT_STEP.format(step=3, code=f"os.kill(os.getpid(), {int(number)})")}
+    during_save = {"action": int(number), "only": ".step-000004", "count": 2}
+    assert run(**(during_step if moment == "step" else during_save)) == 128 + number, run.log
+    done = {"step": 3, "save": 4}[moment]
+    message = run.message()
+    assert number.name in message and f"after step {done} of {STEPS}" in message and "--resume" in message, message
+    assert run.checkpoints()[-1] == done and len(run.rows()) == done
+    assert not (run.folder / "final").exists() and run.hidden() == []
+    assert run() == 0, run.log
+    assert run.rows()[-1] == whole.rows()[-1] | {"seconds": run.rows()[-1]["seconds"]}
+    assert all(tensor.equal(load_file(whole.folder / "final" / "model.safetensors")[name])
+               for name, tensor in load_file(run.folder / "final" / "model.safetensors").items())  # fmt: skip
+
+
+def test_second_interrupt_ends_at_once(prepare):
+    run, whole = prepare("reconstruction")
+    twice = "os.kill(os.getpid(), 2); os.kill(os.getpid(), 2)"
+    assert run(before=AT_STEP.format(step=3, code=twice)) == 130, run.log
+    assert "interrupted" in run.message() and run.checkpoints() == [2]
+    assert run() == 0, run.log
+    check_same(run, whole)
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_that_is_not_a_number(prepare):
+    run, whole = prepare("reconstruction")
+    spoil = "self.param_groups[0]['params'][0].data.fill_(float('nan'))"
+    assert run(before=AT_STEP.format(step=5, code=spoil)) == 2
+    message = run.message()
+    assert "is nan at step 6" in message and "the last checkpoint is step 4" in message and str(run.folder) in message
+    assert run.checkpoints() == [2, 4]
+    assert run() == 0, run.log
+    check_same(run, whole)
+
+
+def test_data_vanishes(prepare):
+    run, whole = prepare("contrastive")
+    pairs = run.home / "pairs.jsonl"
+    text = pairs.read_text()
+    code = run(before=AT_STEP.format(step=3, code=f"os.remove({str(pairs)!r}); os.kill(os.getpid(), 15)"))
+    assert code == 143 and run.checkpoints()[-1] == 3, run.log
+    assert run() == 2
+    assert str(pairs) in run.message() and run.checkpoints()[-1] == 3
+    pairs.write_text(text)
+    assert run() == 0, run.log
+    assert run.rows()[-1]["loss"] == whole.rows()[-1]["loss"]
+
+
+def test_data_vanishes_while_training(prepare):
+    """What was read stays readable: the run goes on to its end."""
+    run, whole = prepare("reconstruction")
+    assert run(before=AT_STEP.format(step=3, code=f"os.remove({str(run.home / 'pairs.jsonl')!r})")) == 0, run.log
+    check_same(run, whole)
