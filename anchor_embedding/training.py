@@ -123,13 +123,17 @@ class TrainingData:
         return tokenize_batch(self.examples, self.tokenizer, self.instructions, rows, self.hard_negatives)
 
 # %% ../nbs/45_training.ipynb #6f3f1ca8
-def load_examples(recipe: Recipe, say: Callable[[str], None] = print) -> tuple[Sequence[Example], dict]:
+def load_examples(
+    recipe: Recipe,
+    say: Callable[[str], None] = print,
+    progress: bool | None = None,  # of the first pass over a source; see `progress_bar`
+) -> tuple[Sequence[Example], dict]:
     "The pairs a recipe names, and a description of them for the card; raises `InputError`."
     if recipe.data == "docstrings":
         found = docstring_pairs()
         source = {"packages": found.packages, "heldout_packages": list(found.heldout_packages)}
         return found.train, {"data": "docstrings of installed packages", **source}
-    store = open_examples(recipe.data, recipe.on_bad_row, say=say)
+    store = open_examples(recipe.data, recipe.on_bad_row, progress, say)
     return store, {"data": recipe.data, "bad_rows": store.bad_rows}
 
 
@@ -305,7 +309,8 @@ class Training:
         self.accelerator.wait_for_everyone()
         self.first = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
-        examples, source = load_examples(recipe, self.say) if examples is None else (examples, {"data": "given by the caller"})
+        given = examples, {"data": "given by the caller"}
+        examples, source = load_examples(recipe, self.say, None if self.main else False) if examples is None else given
         self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
         self.decoder, self.objective = self.embedder.decoder, make_objective(recipe, self.embedder.tokenizer)
         self.parameters = count_parameters(self.decoder)
