@@ -47,11 +47,12 @@ def readme(notebook: Path) -> str:
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, the rooms, then the notebooks of each folder."""
+    """The sidebar's contents: the index, other pages, the rooms, then the notebooks of each folder."""
     sections = {"The rooms": sorted(folder.glob("[0-9]*.ipynb"))}
     for path in sorted(folder.glob("[a-z]*/")):
         sections[path.name.capitalize()] = sorted(path.glob("*.ipynb"))
-    lines = ["      - index.ipynb"]
+    pages = sorted(folder.glob("[a-z]*.ipynb"), key=lambda path: (path.name != "index.ipynb", path.name))
+    lines = [f"      - {path.name}" for path in pages]
     for name, notebooks in sections.items():
         if notebooks:
             lines += [f"      - section: {name}", "        contents:"]
