@@ -183,6 +183,19 @@ def test_killed_at_every_file_operation(prepare, stage, tuning):
     print(f"{stage}, {tuning}: killed at each of {whole.operations} file operations")
 
 
+@pytest.mark.slow
+def test_killed_while_the_result_is_replaced(prepare):
+    """A finished run that is started again writes `final` again."""
+    run, whole = prepare("reconstruction")
+    assert run() == 0, run.log
+    for count in itertools.count(1):
+        if run(action="kill", only="final", count=count) == 0:
+            break
+        assert run() == 0, run.log
+        check_same(run, whole)
+    assert count > 5
+
+
 def test_remains_of_a_killed_save_are_removed(prepare):
     run, whole = prepare("reconstruction")
     assert run(action="write", only=".step-000004", count=1, bytes=20_000) == -signal.SIGXFSZ
