@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['sync_gradients', 'global_sum', 'gather_rows', 'balanced_share', 'shard', 'is_sharded', 'own_parameters',
-           'whole_tensors', 'as_slice_of', 'agreed_parts', 'StopSignals', 'leave_group_at_exit']
+           'whole_tensors', 'as_slice_of', 'agreed_parts', 'StopSignals', 'leave_group_at_exit', 'end_process']
 
 # %% ../nbs/17_processes.ipynb #2429bcdb
 import atexit
+import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -161,3 +163,14 @@ class StopSignals:
 def leave_group_at_exit() -> None:
     "Destroy the default process group, if there still is one, when the interpreter ends."
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def end_process(code: int) -> None:
+    "End this process with an exit code; one of several leaves its group first and skips the interpreter's teardown."
+    if dist.is_available() and dist.is_initialized():
+        if code == 0:
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from signal import SIGINT, SIGTERM, Signals
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.tensor import DTensor
 
 # %% ../nbs/45_training.ipynb #f3f20be4
@@ -278,7 +279,10 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
     tracker = None if recipe.tracker == "none" else recipe.tracker
     if tracker and not find_spec(tracker):
         raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    handlers = [
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may an evaluation or a checkpoint keep the others waiting
+    ]
     accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers, log_with=tracker, project_dir=out)
     if recipe.batch_size % accelerator.num_processes:
         raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {accelerator.num_processes} processes")
