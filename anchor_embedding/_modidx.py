@@ -323,6 +323,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'anchor_embedding.launch.accelerators': ('launch.html#accelerators', 'anchor_embedding/launch.py'),
                                          'anchor_embedding.launch.check_processes': ( 'launch.html#check_processes',
                                                                                       'anchor_embedding/launch.py'),
+                                         'anchor_embedding.launch.last_words': ('launch.html#last_words', 'anchor_embedding/launch.py'),
                                          'anchor_embedding.launch.launch': ('launch.html#launch', 'anchor_embedding/launch.py'),
                                          'anchor_embedding.launch.loss_picture': ('launch.html#loss_picture', 'anchor_embedding/launch.py'),
                                          'anchor_embedding.launch.newest_checkpoint': ( 'launch.html#newest_checkpoint',

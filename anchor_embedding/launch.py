@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GRACE', 'accelerators', 'check_processes', 'worker_environment', 'run_worker', 'Worker', 'start_worker',
-           'stop_workers', 'started_workers', 'WorkerError', 'worker_error', 'raise_failure', 'NewRows', 'loss_picture',
-           'LossCurve', 'watch', 'newest_checkpoint', 'launch']
+           'stop_workers', 'started_workers', 'WorkerError', 'last_words', 'worker_error', 'raise_failure', 'NewRows',
+           'loss_picture', 'LossCurve', 'watch', 'newest_checkpoint', 'launch']
 
 # %% ../nbs/47_launch.ipynb #2b6fc8cd
 import io
@@ -195,16 +195,23 @@ class WorkerError(RuntimeError):
         return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
-def worker_error(worker: Worker, code: int, most: int = 30) -> InputError | WorkerError:
-    "What the end of a process with this exit code means, with at most `most` lines of its log."
+def last_words(lines: Sequence[str], most: int = 30) -> list[str]:
+    "The end of the traceback that ended a program, its causes included; what fails on the way out after it is left aside."
+    aside = r"^Exception ignored in.*\n(?:Traceback .*\n(?:[ \t].*\n)*.*\n)?"
+    lines = re.sub(aside, "", "".join(line + "\n" for line in lines), flags=re.MULTILINE).splitlines()
+    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[begins[0] :][-most:] if begins else lines[-10:]
+
+
+def worker_error(worker: Worker, code: int) -> InputError | WorkerError:
+    "What the end of a process with this exit code means."
     lines = worker.lines()
     said = [line.removeprefix("anchor: ") for line in lines if line.startswith("anchor: ")]
     if code == 2 and said:
         return InputError(said[-1])
-    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     hint = " (the system does so when memory runs out)" if code == -signal.SIGKILL else ""
-    last = said[-1:] or lines[begins[-1] :][-most:] if begins or said else lines[-10:]
+    last = said[-1:] or last_words(lines)
     return WorkerError(worker.rank, code, "\n".join([f"rank {worker.rank} {how}{hint}; all of its log: {worker.log}", *last]))
 
 # %% ../nbs/47_launch.ipynb #37d7a337

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -176,13 +178,33 @@ def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
     assert len(processes) == 2 and not alive(processes)
 
 
+def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
+    """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still do the same things."""
+    late = "import anchor_embedding.runs as r; real = r.RunFolder.checkpoints; " \
+           "r.RunFolder.checkpoints = lambda self: time.sleep(0.3) or real(self)"  # fmt: skip
+    fault(monkeypatch, late, step=1)
+    watcher = started(recipe, tmp_path, grace=2)
+    try:
+        said, _ = watcher.communicate(timeout=60)
+    finally:
+        watcher.send_signal(signal.SIGINT)
+    assert watcher.returncode == 0 and steps(tmp_path) == [1, 2, 3, 4, 5, 6], said
+
+
+def free_port():
+    """Nobody listens there, and the system gives it to nobody: below the range it chooses from."""
+    while True:
+        port = random.randint(20_000, 30_000)
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+
+
 def test_two_nodes(tmp_path, recipe):
     """Two watchers on one machine, a process each, make one run."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{found.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     nodes = [started(recipe, tmp_path, nproc=1, nodes=2, node_rank=rank, rendezvous=place) for rank in (0, 1)]
     said = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
