@@ -79,11 +79,10 @@ def shard(
     dtype: torch.dtype,  # of the weights that a layer multiplies with; the slices stay as they are
 ) -> CausalDecoder:  # the same object, now a wrapper of itself
     "Slice the weights over all processes, layer by layer (FSDP2)."
-    lower = dtype if dtype != decoder.head.weight.dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32 if lower else None)
+    lower = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != decoder.head.weight.dtype else {}
     for layer in decoder.causal_lm.get_decoder().layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(decoder, mp_policy=policy)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(**lower, cast_forward_inputs=False))
+    return fully_shard(decoder, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
 
 
 def is_sharded(model) -> bool:

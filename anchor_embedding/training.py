@@ -311,7 +311,7 @@ class Training:
         if self.main:
             self.folder.start(recipe, resume)
         self.accelerator.wait_for_everyone()
-        self.first = max(self.folder.checkpoints(), default=0) if resume else 0
+        self.first = self.saved = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
         given = examples, {"data": "given by the caller"}
         examples, source = load_examples(recipe, self.say, None if self.main else False) if examples is None else given
@@ -370,7 +370,8 @@ def _is_due(every: int, done: int, steps: int) -> bool:
 
 def _save(run: Training, done: int) -> None:
     "A checkpoint after step `done`, and the old ones pruned."
-    if done not in run.folder.checkpoints():
+    if done != run.saved:  # every process knows it by itself: one that looked at the disk might come too late
+        run.saved = done
         save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer, run.main)
         if run.main:
             prune_checkpoints(run.folder, run.recipe.keep_checkpoints)
