@@ -49,7 +49,6 @@ class RunFolder:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         for name in ("metrics.jsonl", "evals.jsonl"):
             _cut_log(self.path / name, max(self.checkpoints(), default=0))
-        prune_checkpoints(self, recipe.keep_checkpoints)
 
     def checkpoints(self) -> list[int]:
         "Steps after which there is a checkpoint to go on from."

@@ -310,6 +310,7 @@ class Training:
         self.folder = RunFolder(out, self.main)
         if self.main:
             self.folder.start(recipe, resume)
+            prune_checkpoints(self.folder, recipe.keep_checkpoints)
         self.accelerator.wait_for_everyone()
         self.first = self.saved = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
