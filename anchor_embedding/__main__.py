@@ -1,8 +1,9 @@
 """`python -m anchor_embedding …` and `torchrun … -m anchor_embedding …` are the command `anchor`."""
 
-import sys
-
 from .cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    from .processes import end_process
+
+    end_process(code)

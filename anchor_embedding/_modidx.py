@@ -467,6 +467,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.balanced_share': ( 'processes.html#balanced_share',
                                                                                            'anchor_embedding/processes.py'),
+                                            'anchor_embedding.processes.end_process': ( 'processes.html#end_process',
+                                                                                        'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.gather_rows': ( 'processes.html#gather_rows',
                                                                                         'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.global_sum': ( 'processes.html#global_sum',

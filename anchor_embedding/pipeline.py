@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,13 +71,13 @@ def run_arm(
     progress: bool | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Path]:  # stage → its run folder
-    "Train the stages of an arm one after the other; what is finished is not done again."
+    "Train the stages of an arm one after the other; what is finished is not done again, what has a checkpoint goes on from it."
     folders = {stage: out / "runs" / f"{arm}-{stage}" for stage in pipeline.arms[arm]}
     for recipe, folder in zip(pipeline.arm(arm), folders.values(), strict=True):
         if not (out / arm).exists() and not (folder / "final").exists():
-            shutil.rmtree(folder, ignore_errors=True)
             recipe = recipe.replace(name=folder.name, base=str(base))
-            train(recipe, folder, pairs.train, evaluate if recipe.eval_every else None, progress=progress, say=say)
+            evaluation = evaluate if recipe.eval_every else None
+            train(recipe, folder, pairs.train, evaluation, resume=True, progress=progress, say=say)
         base = folder / "final"
     if not (out / arm).exists():
         os.replace(base, out / arm)

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['sync_gradients', 'global_sum', 'gather_rows', 'balanced_share', 'shard', 'is_sharded', 'own_parameters',
-           'whole_tensors', 'as_slice_of', 'agreed_parts', 'StopSignals', 'leave_group_at_exit']
+           'whole_tensors', 'as_slice_of', 'agreed_parts', 'StopSignals', 'leave_group_at_exit', 'end_process']
 
 # %% ../nbs/17_processes.ipynb #2429bcdb
 import atexit
+import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -77,11 +79,10 @@ def shard(
     dtype: torch.dtype,  # of the weights that a layer multiplies with; the slices stay as they are
 ) -> CausalDecoder:  # the same object, now a wrapper of itself
     "Slice the weights over all processes, layer by layer (FSDP2)."
-    lower = dtype if dtype != decoder.head.weight.dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32 if lower else None)
+    lower = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != decoder.head.weight.dtype else {}
     for layer in decoder.causal_lm.get_decoder().layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(decoder, mp_policy=policy)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(**lower, cast_forward_inputs=False))
+    return fully_shard(decoder, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
 
 
 def is_sharded(model) -> bool:
@@ -161,3 +162,14 @@ class StopSignals:
 def leave_group_at_exit() -> None:
     "Destroy the default process group, if there still is one, when the interpreter ends."
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def end_process(code: int) -> None:
+    "End this process with an exit code; one of several leaves its group first and skips the interpreter's teardown."
+    if dist.is_available() and dist.is_initialized():
+        if code == 0:
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from signal import SIGINT, SIGTERM, Signals
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.tensor import DTensor
 
 # %% ../nbs/45_training.ipynb #f3f20be4
@@ -278,7 +279,10 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
     tracker = None if recipe.tracker == "none" else recipe.tracker
     if tracker and not find_spec(tracker):
         raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    handlers = [
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may an evaluation or a checkpoint keep the others waiting
+    ]
     accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers, log_with=tracker, project_dir=out)
     if recipe.batch_size % accelerator.num_processes:
         raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {accelerator.num_processes} processes")
@@ -306,8 +310,9 @@ class Training:
         self.folder = RunFolder(out, self.main)
         if self.main:
             self.folder.start(recipe, resume)
+            prune_checkpoints(self.folder, recipe.keep_checkpoints)
         self.accelerator.wait_for_everyone()
-        self.first = max(self.folder.checkpoints(), default=0) if resume else 0
+        self.first = self.saved = max(self.folder.checkpoints(), default=0) if resume else 0
         start = self.folder.checkpoint(self.first) if self.first else None
         given = examples, {"data": "given by the caller"}
         examples, source = load_examples(recipe, self.say, None if self.main else False) if examples is None else given
@@ -366,7 +371,8 @@ def _is_due(every: int, done: int, steps: int) -> bool:
 
 def _save(run: Training, done: int) -> None:
     "A checkpoint after step `done`, and the old ones pruned."
-    if done not in run.folder.checkpoints():
+    if done != run.saved:  # every process knows it by itself: one that looked at the disk might come too late
+        run.saved = done
         save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer, run.main)
         if run.main:
             prune_checkpoints(run.folder, run.recipe.keep_checkpoints)

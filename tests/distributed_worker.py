@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from anchor_embedding.data import Example
-from anchor_embedding.processes import whole_tensors
+from anchor_embedding.processes import end_process, whole_tensors
 from anchor_embedding.recipe import recipe_from_dict
 from anchor_embedding.training import Training, train
 
@@ -47,3 +47,4 @@ if __name__ == "__main__":
             train(recipe, out, pairs, first_vector, resume=task["resume"], progress=False, say=silent)
         else:
             gradients_and_weights(recipe, out, pairs)
+    end_process(0)

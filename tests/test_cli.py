@@ -105,7 +105,10 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
 
 def test_recipes_are_listed_and_shown(capsys):
     assert main(["recipes"]) == 0
-    assert {"stage1", "stage2", "baseline", "quickstart"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    assert {"stage1", "stage2", "baseline", "quickstart", "llama-3.1-8b/", "stage1_as_released"} <= listed
+    assert main(["recipes", "mistral-7b/"]) == 0
+    assert "Llama" not in capsys.readouterr().out
     assert main(["recipes", "stage1", "--set", "alpha=0.5"]) == 0
     assert "alpha = 0.5" in capsys.readouterr().out
 
@@ -170,3 +173,45 @@ def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
 def test_debug_shows_the_traceback():
     done = command("--debug", "train", "nowhere.toml")
     assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+# ---- plan, data, several processes ----------------------------------------------------------------------------------
+
+
+def test_plan_tells_what_does_not_fit(capsys):
+    assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--gpu", "H100-80GB", "--json"]) == 0
+    sharded = json.loads(capsys.readouterr().out)
+    assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--set", "sharding=none", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert sum(sharded["memory"].values()) < 80e9 < sum(whole["memory"].values())
+    assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8"]) == 0
+    assert "fits in 80 GB" in capsys.readouterr().out
+    assert "multiple of the 7 processes" in failure(capsys, "plan", "stage1", "--nproc", "7")
+
+
+def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(pairs.read_text() + '{"query": "q"}\n')
+    assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.png")]) == 0
+    assert "40" in capsys.readouterr().out and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["data", "check", str(tmp_path / "bad.jsonl")]) == 2
+    printed = capsys.readouterr()
+    assert "bad.jsonl:41" in printed.out and "1 bad rows" in printed.err
+
+
+def environment_of_launchers():
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.parametrize(("launcher", "processes"), [
+    (["-m", "anchor_embedding", "train", "--nproc=2"], 2),
+    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "anchor_embedding", "train"], 2),
+    (["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no",
+      "--dynamo_backend=no", "-m", "anchor_embedding", "train"], 1),  # it starts several on accelerators only
+], ids=["nproc", "torchrun", "accelerate"])  # fmt: skip
+def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
+    arguments = [*launcher, "stage1", *settings(base, pairs), "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment_of_launchers(), timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["processes"] == processes and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")

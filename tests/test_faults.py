@@ -20,10 +20,10 @@ from anchor_embedding.cli import main
 import anchor_embedding.training as training
 limited, real = int(sys.argv[1]), training.save_checkpoint
 
-def save_checkpoint(folder, embedder, optimizer):
+def save_checkpoint(folder, *arguments):
     if folder.name == f"step-{limited:06}":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-    real(folder, embedder, optimizer)
+    real(folder, *arguments)
 
 training.save_checkpoint = save_checkpoint
 sys.exit(main(sys.argv[3:]))
