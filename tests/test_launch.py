@@ -166,6 +166,39 @@ def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
     assert len(re.findall(r"(?m)^\d{4}-\S+ anchor train .*", log)) == 2
 
 
+def test_interrupted_cell(tmp_path, recipe, monkeypatch):
+    """In a Jupyter kernel: a bar and a picture follow the run; interrupting the cell ends it and leaves no process."""
+    client = pytest.importorskip("jupyter_client.manager")
+    fault(monkeypatch, "time.sleep(4)", rank="01", step=40)  # two pictures
+    recipe.replace(steps=5000).save(tmp_path / "wanted.toml")
+    wanted, out = str(tmp_path / "wanted.toml"), str(tmp_path / "run")
+    manager, kernel = client.start_new_kernel(kernel_name="python3", env=dict(os.environ))
+    try:
+        kernel.execute(f"from anchor_embedding.launch import launch\nlaunch({wanted!r}, 2, {out!r})")
+        wait_until(lambda: len(steps(tmp_path)) >= 42)
+        time.sleep(1)
+        processes = psutil.Process(manager.provisioner.process.pid).children(recursive=True)
+        manager.interrupt_kernel()
+        reply = kernel.get_shell_msg(timeout=60)["content"]
+        seen = []
+        while not seen or seen[-1] != ("status", "idle"):
+            message = kernel.get_iopub_msg(timeout=10)
+            content = message["content"]
+            words = json.dumps(content["data"]) if "data" in content else content.get("text") or content.get("execution_state", "")
+            seen.append((message["msg_type"], words))
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt"), reply
+    assert len(processes) == 2 and not alive(processes)
+    kinds = [kind for kind, _ in seen]
+    pictures = [words for kind, words in seen if kind == "update_display_data" and "image/png" in words]
+    assert len(pictures) >= 2, kinds
+    shown = "".join(words for kind, words in seen if kind in ("comm_msg", "stream"))  # a widget, or text where there are none
+    assert "tokens/s" in shown and "5000" in shown, kinds
+    assert "stopping: the processes finish their step and save" in shown and "go on from step" in shown, shown
+
+
 def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
     fault(monkeypatch, "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)")
     watcher = started(recipe, tmp_path, grace=2)
