@@ -134,7 +134,7 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
 
 @pytest.mark.parametrize(("number", "code", "says"), [
     (signal.SIGINT, -signal.SIGINT, "stopped; go on from step"),
-    (signal.SIGTERM, 128 + signal.SIGTERM, "stopped; go on from step"),
+    pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, "stopped; go on from step", marks=pytest.mark.slow),
     (signal.SIGKILL, -signal.SIGKILL, ""),
 ])  # fmt: skip
 def test_stopped_watcher_leaves_no_process(tmp_path, recipe, monkeypatch, number, code, says):
@@ -199,6 +199,7 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     assert "stopping: the processes finish their step and save" in shown and "go on from step" in shown, shown
 
 
+@pytest.mark.slow
 def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
     fault(monkeypatch, "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)")
     watcher = started(recipe, tmp_path, grace=2)
@@ -232,6 +233,7 @@ def free_port():
             return port
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path, recipe):
     """Two watchers on one machine, a process each, make one run."""
     place = f"127.0.0.1:{free_port()}"
