@@ -57,6 +57,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'anchor_embedding.cli._run': ('cli.html#_run', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._say': ('cli.html#_say', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._telling_commands': ('cli.html#_telling_commands', 'anchor_embedding/cli.py'),
+                                      'anchor_embedding.cli._train_here': ('cli.html#_train_here', 'anchor_embedding/cli.py'),
+                                      'anchor_embedding.cli._train_on_many': ('cli.html#_train_on_many', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._training_commands': ('cli.html#_training_commands', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli.data': ('cli.html#data', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli.encode': ('cli.html#encode', 'anchor_embedding/cli.py'),

@@ -33,25 +33,41 @@ def quickstart(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     "One recipe or pipeline; `--dry-run` prints the first batch's loss terms instead."
-    from anchor_embedding.launch import launch
-    from anchor_embedding.pipeline import run_pipeline
     from anchor_embedding.recipe import Pipeline, load_recipe
-    from anchor_embedding.training import dry_run
-    from anchor_embedding.training import train as run
 
     recipe = load_recipe(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
         if args.dry_run or args.resume or args.nproc:
             raise InputError(f"{args.recipe} is a pipeline of several runs; --dry-run, --resume and --nproc take a recipe of one stage")
+        from anchor_embedding.pipeline import run_pipeline
+
         run_pipeline(recipe, out, say=_say)
     elif args.dry_run:
+        from anchor_embedding.training import dry_run
+
         print(json.dumps(dry_run(recipe, say=_say)))
-    elif args.nproc or args.nodes > 1:
-        nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
-        _say(f"done: {launch(recipe, args.nproc or 1, out, resume=args.resume, say=_say, **nodes)}")
     else:
-        _say(f"done: {run(recipe, out, resume=args.resume, say=_say)}")
+        _say(f"done: {_train_on_many(args, recipe, out) if args.nproc or args.nodes > 1 else _train_here(args, recipe, out)}")
+
+
+def _train_here(args, recipe, out: Path) -> Path:
+    "In this process, which may be one of several that something else has started."
+    from anchor_embedding.training import train
+
+    return train(recipe, out, resume=args.resume, say=_say)
+
+
+def _train_on_many(args, recipe, out: Path) -> Path:
+    "In processes that are started here."
+    from anchor_embedding.launch import WorkerError, launch
+
+    nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
+    try:
+        return launch(recipe, args.nproc or 1, out, resume=args.resume, say=_say, **nodes)
+    except WorkerError as error:
+        _say(f"anchor: {error}")
+        raise SystemExit(1) from None
 
 # %% ../nbs/70_cli.ipynb #4b816eb9
 def encode(args: argparse.Namespace) -> None:
