@@ -30,7 +30,7 @@ def quickstart(args: argparse.Namespace) -> None:
     given = [f"{key}={value}" for key in ("base", "data", "steps") if (value := getattr(args, key)) is not None]
     run_pipeline(load_recipe("quickstart", [*given, *args.set]), args.out or Path("runs/quickstart"), say=_say)
 
-
+# %% ../nbs/70_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
     "One recipe or pipeline; `--dry-run` prints the first batch's loss terms instead."
     from anchor_embedding.recipe import Pipeline, load_recipe
