@@ -442,7 +442,8 @@ def negatives_pool(recipe: Recipe) -> str:
     if recipe.objective != "contrastive":
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
-    return f"{pairs - 1} in-batch positives and up to {pairs * recipe.hard_negatives} hard negatives for every query"
+    hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
+    return f"{pairs - 1} in-batch positives{hard} for every query"
 
 
 def write_card(run: Training) -> str:
