@@ -156,6 +156,21 @@ class Readings(list):
         return "<table>" + "".join(f"<tbody>{part}</tbody>" for part in parts) + "</table>"
 
 # %% ../nbs/37_reading.ipynb #37423bf0
+def _texts_behind(embedder: Embedder, anchors, max_new_tokens, header=(), **how) -> list[str]:
+    "What is generated behind anchors, as text; it ends at the template's or the tokenizer's EOS."
+    template, tokenizer = embedder.tokenizer.template, embedder.tokenizer.tokenizer
+    stop = {template.eos_id, tokenizer.eos_token_id} - {None}
+    found = generate(embedder.decoder, anchors, max_new_tokens, stop, header, **how)
+    return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in found]
+
+
+def _first_tokens(embedder: Embedder, anchors, k, header) -> list[tuple[tuple[str, float], ...]]:
+    "The most probable first tokens behind each anchor, as text."
+    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, header))
+    named = ([embedder.tokenizer.tokenizer.decode([token]) for token in row] for row in tokens)
+    return [tuple(zip(names, row, strict=True)) for names, row in zip(named, chances, strict=True)]
+
+# %% ../nbs/37_reading.ipynb #12dd32ed
 def read_vectors(
     embedder: Embedder,
     vectors: np.ndarray,  # (n, d) from this embedder, not normalised
@@ -169,25 +184,19 @@ def read_vectors(
     decode_header: bool = False,  # as in the recipe of the model's Stage I
 ) -> Readings:
     "What the model reads out of vectors. Raises `InputError`."
-    decoder, template, tokenizer = embedder.decoder, embedder.tokenizer.template, embedder.tokenizer.tokenizer
     anchors = torch.as_tensor(np.asarray(vectors, dtype=np.float32))
     if not len(anchors) or samples < 0:
         raise InputError(f"{len(anchors)} vectors and {samples} samples: give at least one vector, and samples of 0 or more")
     names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
-    header = template.header if decode_header else ()
-    stop = {template.eos_id, tokenizer.eos_token_id} - {None}
-    chances, tokens = top_tokens(decoder, anchors, top, header)
-    greedy = generate(decoder, anchors, max_new_tokens, stop, header)
-    repeated = anchors.repeat_interleave(samples, dim=0)
-    drawn = generate(decoder, repeated, max_new_tokens, stop, header, True, temperature, top_p, seed)
-    say = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    readings = Readings()
-    for n, (name, ids) in enumerate(zip(names, greedy, strict=True)):
-        first = tuple((say([token]), chance) for token, chance in zip(tokens[n].tolist(), chances[n].tolist(), strict=True))
-        readings.append(Reading(name, say(ids), tuple(map(say, drawn[n * samples : (n + 1) * samples])), first))
-    return readings
+    header = embedder.tokenizer.template.header if decode_header else ()
+    first = _first_tokens(embedder, anchors, top, header)
+    greedy = _texts_behind(embedder, anchors, max_new_tokens, header)
+    repeated, draw = anchors.repeat_interleave(samples, dim=0), {"temperature": temperature, "top_p": top_p, "seed": seed}
+    drawn = _texts_behind(embedder, repeated, max_new_tokens, header, sample=True, **draw)
+    groups = [tuple(drawn[n * samples : (n + 1) * samples]) for n in range(len(anchors))]
+    return Readings(Reading(*parts) for parts in zip(names, greedy, groups, first, strict=True))
 
-
+# %% ../nbs/37_reading.ipynb #f4deb021
 def read_texts(
     embedder: Embedder,
     texts: str | Sequence[str],
