@@ -31,11 +31,21 @@ from .reconstruction import Reconstruction, anchor_gain
 
 # %% ../nbs/37_reading.ipynb #368a93e2
 @contextmanager
-def _as_generator(decoder: CausalDecoder, config):
-    "The model evaluating, with an attention that takes a cache, and `config` in place of its own generation settings."
-    model = decoder.causal_lm
-    attention, own, was_training = model.config._attn_implementation, model.generation_config, decoder.training
+def _evaluating(decoder: CausalDecoder):
+    "Without dropout; afterwards as before."
+    was_training = decoder.training
     decoder.eval()
+    try:
+        yield
+    finally:
+        decoder.train(was_training)
+
+
+@contextmanager
+def _as_generator(decoder: CausalDecoder, config):
+    "The model with an attention that takes a cache, and with `config` in place of its own generation settings."
+    model = decoder.causal_lm
+    attention, own = model.config._attn_implementation, model.generation_config
     model.set_attn_implementation("sdpa")
     model.generation_config = config
     try:
@@ -43,7 +53,6 @@ def _as_generator(decoder: CausalDecoder, config):
     finally:
         model.generation_config = own
         model.set_attn_implementation(attention)
-        decoder.train(was_training)
 
 
 def _go_on(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int], config) -> torch.Tensor:
@@ -94,7 +103,7 @@ def generate(
     config = _generation_config(max_new_tokens, stop, sample, temperature, top_p)
     _check_anchors(decoder, anchors)
     devices = [decoder.device] if decoder.device.type == "cuda" else []
-    with _as_generator(decoder, config), torch.random.fork_rng(devices=devices):
+    with _evaluating(decoder), _as_generator(decoder, config), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         parts = anchors.split(batch_size) if len(anchors) else ()
         rows = [row for part in parts for row in decoder(_go_on, part, list(header), config).tolist()]
@@ -102,6 +111,13 @@ def generate(
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 # %% ../nbs/37_reading.ipynb #e478c1e7
+def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int]) -> torch.Tensor:
+    "(n, V): what is predicted behind the slot (and header)."
+    batch = pack([[0, *header]] * len(anchors), decoder.device)
+    states = decoder.decode(anchors.to(decoder.device), batch)[batch.last]
+    return F.linear(states, decoder.head.weight, decoder.head.bias)
+
+
 @torch.no_grad()
 def top_tokens(
     decoder: CausalDecoder,
@@ -113,15 +129,8 @@ def top_tokens(
     _check_anchors(decoder, anchors)
     if not 1 <= k <= len(decoder.head.weight):
         raise InputError(f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}")
-    was_training = decoder.training
-    decoder.eval()
-    try:
-        batch = pack([[0, *header]] * len(anchors), decoder.device)
-        states = decoder(CausalDecoder.decode, anchors.to(decoder.device), batch)[batch.last]
-    finally:
-        decoder.train(was_training)
-    bias = None if decoder.head.bias is None else decoder.head.bias.float()
-    found = F.linear(states.float(), decoder.head.weight.float(), bias).softmax(-1).topk(k)
+    with _evaluating(decoder):
+        found = decoder(_first_logits, anchors, header).float().softmax(-1).topk(k)
     return found.values.cpu(), found.indices.cpu()
 
 # %% ../nbs/37_reading.ipynb #b467a92a
@@ -134,11 +143,12 @@ class Reading:
     samples: Sequence[str]  # drawn
     next_tokens: Sequence[tuple[str, float]]  # the most probable first tokens, with their probabilities
 
-    def rows(self) -> list[tuple[str, str]]:
-        "What it says, line by line: (name, text). First tokens below half a percent are left out."
+    def rows(self, longest: int = 300) -> list[tuple[str, str]]:
+        "What it says, line by line: (name, text). First tokens below half a percent and the rest of a long text are left out."
+        text = self.text if len(self.text) <= longest else self.text[:longest].rstrip() + " …"
         tokens = ", ".join(f"{token!r} {chance:.0%}" for token, chance in self.next_tokens if chance >= 0.005)
         samples = [(f"sample {n}", sample) for n, sample in enumerate(self.samples, 1)]
-        return [("text", self.text), ("first token", tokens), ("greedy", self.greedy), *samples]
+        return [("text", text), ("first token", tokens), ("greedy", self.greedy), *samples]
 
 
 class Readings(list):
@@ -226,13 +236,9 @@ def reconstruction_losses(
     objective = Reconstruction(
         predict_eos=predict_eos, decode_header=decode_header, pooling=embedder.pooling, token_budget=token_budget
     )
-    was_training = decoder.training
-    decoder.eval()
-    try:
+    with _evaluating(decoder):
         losses = objective.loss(decoder, batch)
         return {name: losses[name] for name in ("q2d", "d2q")} | anchor_gain(objective, decoder, batch)
-    finally:
-        decoder.train(was_training)
 
 # %% ../nbs/37_reading.ipynb #f4e8e4d8
 def _settings_of(embedder: Embedder) -> dict:

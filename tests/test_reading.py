@@ -147,6 +147,7 @@ def test_readings_show_text_as_text():
     lines = str(Readings([nasty, nasty])).splitlines()
     assert lines[0] == "text         <script>alert(1)</script>" and lines[1] == " " * 13 + "& more"
     assert "first token  '<' 90%" in lines and lines.count("") == 1
+    assert "a" * 300 + " …" in str(Readings([Reading("a" * 301, "", (), ())]))
 
 
 def test_report(base, adapter):
