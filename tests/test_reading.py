@@ -76,7 +76,9 @@ def test_every_architecture_from_disk(kind, tmp_path):
     tiny_tokenizer({"llama": "llama3", "gemma3_text": "gemma"}.get(kind, kind)).save_pretrained(tmp_path)
     embedder = Embedder.from_pretrained(tmp_path, **LOAD)
     texts = ["錨は船を支える。", "a <b>query</b>\nasks", "tokens"]
+    plain = [one.greedy for one in read_texts(embedder, texts, max_new_tokens=8)]
     together = embedder_readings(embedder, texts)
+    assert together == plain
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
     header = embedder_readings(embedder, texts, decode_header=True)
     assert (header != together) == bool(embedder.tokenizer.template.header)
