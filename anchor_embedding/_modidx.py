@@ -235,8 +235,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.Embedder.__repr__': ( 'embedder.html#embedder.__repr__',
                                                                                             'anchor_embedding/embedder.py'),
-                                           'anchor_embedding.embedder.Embedder.dimension': ( 'embedder.html#embedder.dimension',
-                                                                                             'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.Embedder.encode': ( 'embedder.html#embedder.encode',
                                                                                           'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.Embedder.export': ( 'embedder.html#embedder.export',

@@ -34,7 +34,7 @@ from .text import PROMPT, TextTokenizer
 # %% ../nbs/35_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"
 
-
+# %% ../nbs/35_embedder.ipynb #4cb7b9c0
 class Embedder:
     "Texts in, vectors out: a decoder, its text tokenizer and its pooling."
 
@@ -53,10 +53,7 @@ class Embedder:
         "See `load_embedder`."
         return load_embedder(name, dtype, device, **settings)
 
-    @property
-    def dimension(self) -> int:
-        "Numbers in a vector."
-        return self.decoder.hidden_size
+    dimension = property(lambda self: self.decoder.hidden_size)  # numbers in a vector
 
     def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None) -> np.ndarray:
         "See `encode_texts`."

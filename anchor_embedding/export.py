@@ -226,8 +226,9 @@ def _table(rows: list[tuple], *head: str) -> str:
 def _stage(card: dict) -> str:
     "What one run did, in Markdown."
     recipe = card["recipe"]
-    rows = [("objective", recipe["objective"]), ("started from", recipe["base"]), ("pairs", f"{card['pairs']:,}")]
-    rows += [("data", recipe["data"]), ("fingerprint of the data", card["fingerprint"]), ("steps × pairs", f"{recipe['steps']} × {recipe['batch_size']}")]
+    rows = [("objective", recipe["objective"]), ("started from", recipe["base"]), ("data", recipe["data"])]
+    rows += [("pairs", f"{card['pairs']:,}"), ("fingerprint of the data", card["fingerprint"])]
+    rows += [("steps × pairs", f"{recipe['steps']} × {recipe['batch_size']}")]
     keys = ("negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
     rows += [(key.replace("_", " "), card[key]) for key in keys if card.get(key) not in (None, "", "none")]
     found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
@@ -320,8 +321,9 @@ def model_card(
     rows = [("base", base[0] or "(not known)"), ("licence of the base", base[1] or "(not known: look it up)")]
     rows += [("dimensions", embedder.dimension), ("pooling", embedder.pooling), ("template", tokenizer.template.style)]
     around = [" ".join(token(list(ids))) for ids in (tokenizer.template.header, (*tokenizer.template.footer, tokenizer.eos_id))]
-    rows += [("before a text", around[0]), ("behind a text", around[1]), ("dtype", str(embedder.decoder.head.weight.dtype).removeprefix("torch."))]
-    rows += [("weights", "adapter, the base is loaded with it" if adapter else "whole")]
+    dtype = str(embedder.decoder.head.weight.dtype).removeprefix("torch.")
+    rows += [("before a text", around[0]), ("behind a text", around[1]), ("dtype", dtype)]
+    rows += [("weights", "an adapter; the base is loaded with it" if adapter else "whole")]
     dimensions = sorted({n for card in cards for n in card["recipe"].get("matryoshka", ())})
     rows += [("shorter vectors", f"trained at {_shown(dimensions)} dimensions: SentenceTransformer(…, truncate_dim=…)")] if dimensions else []
     trained = "\n".join(map(_stage, cards)) or "No run was found beside this model, so nothing is told of its training.\n"
