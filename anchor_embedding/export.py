@@ -50,6 +50,8 @@ def template_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = text_tokenizer.tokenizer
+    if padding_side not in ("right", "left"):
+        raise InputError(f"padding_side is {padding_side!r}; give 'right' or 'left'")
     if text_tokenizer.cut_eos:
         raise InputError("cut_eos cuts the EOS off long texts, which no saved tokenizer can do: export without it")
     if not getattr(tokenizer, "is_fast", False):
@@ -199,12 +201,14 @@ def find_base(
     "(Name on the hub, licence) of a base model; None for what is not known."
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
+    if not origin:
+        return None, None
     folder, name, license = Path(origin), _hub_name(origin), None
     if (folder / "provenance.json").is_file():
         about = json.loads((folder / "provenance.json").read_text())
         return _hub_name(about["name"]), about.get("licence", "").lower() or None
     readme = try_to_load_from_cache(name, "README.md") if name else folder / "README.md"
-    if isinstance(readme, str | Path) and Path(readme).is_file():
+    if isinstance(readme, str | Path) and Path(readme).is_file() and Path(readme).read_text(encoding="utf-8").startswith("---"):
         license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
     return name, "apache-2.0" if name == SMOLLM2 else license
 
@@ -270,7 +274,7 @@ The template, BOS and EOS are inside the tokenizer: nothing is to be put around 
 ```python
 from sentence_transformers import SentenceTransformer
 
-model = SentenceTransformer({name!r})
+model = SentenceTransformer({name})
 queries = model.encode_query(["Who holds the ship?"])  # with the prompt "query"
 documents = model.encode_document(["The anchor holds the ship."])
 print(model.similarity(queries, documents))
@@ -279,13 +283,13 @@ print(model.similarity(queries, documents))
 ```python
 import mteb
 
-mteb.evaluate(mteb.get_model({name!r}), mteb.get_tasks(tasks=["STS12"]))
+mteb.evaluate(model, mteb.get_tasks(tasks=["STS12"]))
 ```
 
 ```python
 from anchor_embedding.embedder import Embedder
 
-vectors = Embedder.from_pretrained({name!r}).encode(["Who holds the ship?"], instruction={instruction!r})
+vectors = Embedder.from_pretrained({name}).encode(["Who holds the ship?"], instruction={instruction})
 ```
 
 Texts are cut to {length} tokens, template included. A special token written inside a text is read as ordinary characters (servers
@@ -331,10 +335,10 @@ def model_card(
     parts = [
         _header(name, *base, adapter),
         f"A text embedding model, made with anchor_embedding.\n\n{_table(rows, 'what', 'value')}\n",
-        _USE.format(name=name, instruction=instruction or None, length=tokenizer.max_length),
+        _USE.format(name=json.dumps(name), instruction=json.dumps(instruction), length=tokenizer.max_length),
         f"Prompts:\n\n{_table(list(prompts.items()), 'name', 'in front of a text')}\n",
         f"## Training\n\n{trained}",
-        f"## Scores\n\n{_score_table(scores) if scores else 'None were given.'}",
+        "## Scores\n\n" + (_score_table(scores) if scores else "None were given.\n"),
         f"## Versions\n\nExported with {', '.join(f'{package} {number}' for package, number in made.items())}.\n",
     ]
     return "\n".join(parts)
