@@ -185,6 +185,8 @@ def find_cards(
         cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
         earlier = Path(cards[0]["recipe"]["base"]).parent
         run = earlier if (earlier / "card.json").is_file() else run.parent / earlier.name
+    if cards and folder.name.startswith("step-"):
+        cards[-1]["checkpoint"] = folder.name
     return cards
 
 # %% ../nbs/36_export.ipynb #ac5393f3
@@ -217,7 +219,10 @@ def _shown(value) -> str:
     "A setting in a table: no path of this machine, no line breaks."
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
-    text = Path(value).name if isinstance(value, str) and Path(value).is_absolute() else str(value)
+    text = str(value)
+    if isinstance(value, str) and Path(value).is_absolute():
+        parts = Path(value).parts[-2:] if re.fullmatch(r"final|step-\d+", Path(value).name) else Path(value).parts[-1:]
+        text = "/".join(parts)
     return text.replace("\n", "\\n").replace("|", "\\|") or "(none)"
 
 
@@ -233,7 +238,7 @@ def _stage(card: dict) -> str:
     rows = [("objective", recipe["objective"]), ("started from", recipe["base"]), ("data", recipe["data"])]
     rows += [("pairs", f"{card['pairs']:,}"), ("fingerprint of the data", card["fingerprint"])]
     rows += [("steps × pairs", f"{recipe['steps']} × {recipe['batch_size']}")]
-    keys = ("negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
+    keys = ("checkpoint", "negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
     rows += [(key.replace("_", " "), card[key]) for key in keys if card.get(key) not in (None, "", "none")]
     found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
     settings = {key: _shown(value) if key in ("base", "data") else value for key, value in recipe.items()}
