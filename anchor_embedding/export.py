@@ -150,7 +150,7 @@ def _source(model: str | os.PathLike) -> Path:
     return path / "final" if (path / "final").is_dir() else path
 
 
-def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapter: bool, base: str | None) -> None:
+def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapter: bool, base: str | None, push: str | None) -> None:
     "Merged weights, or an adapter that names its base."
     model = embedder.decoder.model
     has_adapter = (source / _ADAPTER[0]).exists() if source else hasattr(model, "peft_config")
@@ -166,6 +166,8 @@ def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapte
         model.save_pretrained(folder)
     if adapter and base:
         _edit_json(folder / _ADAPTER[0], lambda values: values | {"base_model_name_or_path": base})
+    elif adapter and push and Path(json.loads((folder / _ADAPTER[0]).read_text())["base_model_name_or_path"]).exists():
+        raise InputError("the base of this adapter is a folder here, which nobody else has: name it on the hub with base=…, or push it merged")
     if (folder / "config.json").exists():  # TEI reads a number there, or nothing
         _edit_json(folder / "config.json", lambda values: {k: v for k, v in values.items() if (k, v) != ("pad_token_id", None)})
 
@@ -199,20 +201,21 @@ def _hub_name(name: str) -> str | None:
 
 def find_base(
     origin: str,  # the base as the first run or the adapter names it
-) -> tuple[str | None, str | None]:
-    "(Name on the hub, licence) of a base model; None for what is not known."
+) -> dict[str, str]:  # what is known of: name (on the hub), license, source (of the weights)
+    "What is known of a base model."
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    if not origin:
-        return None, None
-    folder, name, license = Path(origin), _hub_name(origin), None
+    folder, name = Path(origin), _hub_name(origin)
     if (folder / "provenance.json").is_file():
         about = json.loads((folder / "provenance.json").read_text())
-        return _hub_name(about["name"]), about.get("licence", "").lower() or None
-    readme = try_to_load_from_cache(name, "README.md") if name else folder / "README.md"
-    if isinstance(readme, str | Path) and Path(readme).is_file() and Path(readme).read_text(encoding="utf-8").startswith("---"):
+        found = {"name": _hub_name(about["name"]), "license": about.get("licence", "").lower(), "source": about.get("source")}
+        return {key: value for key, value in found.items() if value}
+    readme = Path((try_to_load_from_cache(name, "README.md") if name else None) or folder / "README.md")
+    license = None
+    if origin and readme.is_file() and readme.read_text(encoding="utf-8").startswith("---"):
         license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
-    return name, "apache-2.0" if name == SMOLLM2 else license
+    found = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
+    return {key: value for key, value in found.items() if value}
 
 # %% ../nbs/36_export.ipynb #e04a8703
 def _shown(value) -> str:
@@ -302,14 +305,14 @@ that know only `tokenizer.json`, such as TEI and llama.cpp, read it as that toke
 """
 
 
-def _header(name: str, base: str | None, license: str | None, adapter: bool) -> str:
+def _header(name: str, base: dict[str, str], adapter: bool) -> str:
     "The YAML that the hub reads."
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
-        library_name="sentence-transformers", pipeline_tag="sentence-similarity", license=license, base_model=base,
+        library_name="sentence-transformers", pipeline_tag="sentence-similarity", license=base.get("license"), base_model=base.get("name"),
         tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "anchor-embedding", *(["lora"] if adapter else [])],
-        **({"base_model_relation": "adapter" if adapter else "finetune"} if base else {}),
+        **({"base_model_relation": "adapter" if adapter else "finetune"} if "name" in base else {}),
     )  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n\n# {name}\n"
 
@@ -319,7 +322,7 @@ def model_card(
     name: str,  # of the model: a hub name or a folder's
     prompts: dict[str, str],  # by name
     instruction: str,  # of the prompt "query"
-    base: tuple[str | None, str | None] = (None, None),  # see `find_base`
+    base: dict[str, str],  # see `find_base`
     cards: list[dict] = (),  # see `find_cards`
     scores: dict | None = None,  # see `scores.json`
     adapter: bool = False,
@@ -327,7 +330,8 @@ def model_card(
     "README.md of a model: what it is, how to use it, what it was trained on, what it scores, where it departs from the paper."
     tokenizer = embedder.tokenizer
     token = tokenizer.tokenizer.convert_ids_to_tokens
-    rows = [("base", base[0] or "(not known)"), ("licence of the base", base[1] or "(not known: look it up)")]
+    rows = [("base", base.get("name", "(not known)")), ("licence of the base", base.get("license", "(not known: look it up)"))]
+    rows += [("weights of the base", base["source"])] if "source" in base else []
     rows += [("dimensions", embedder.dimension), ("pooling", embedder.pooling), ("template", tokenizer.template.style)]
     around = [" ".join(token(list(ids))) for ids in (tokenizer.template.header, (*tokenizer.template.footer, tokenizer.eos_id))]
     dtype = str(embedder.decoder.head.weight.dtype).removeprefix("torch.")
@@ -338,7 +342,7 @@ def model_card(
     trained = "\n".join(map(_stage, cards)) or "No run was found beside this model, so nothing is told of its training.\n"
     made = {"anchor_embedding": __version__} | _versions("torch", "transformers", "peft", "sentence_transformers")
     parts = [
-        _header(name, *base, adapter),
+        _header(name, base, adapter),
         f"A text embedding model, made with anchor_embedding.\n\n{_table(rows, 'what', 'value')}\n",
         _USE.format(name=json.dumps(name), instruction=json.dumps(instruction), length=tokenizer.max_length),
         f"Prompts:\n\n{_table(list(prompts.items()), 'name', 'in front of a text')}\n",
@@ -371,8 +375,10 @@ def _write_tokenizers(text_tokenizer: TextTokenizer, padding_side: str, folder: 
     text_tokenizer.tokenizer.save_pretrained(folder / BARE_TOKENIZER)
 
 
-def _origin(embedder: Embedder, source: Path | None) -> str:
-    "The base as an adapter or a configuration names it."
+def _origin(embedder: Embedder, source: Path | None, cards: list[dict]) -> str:
+    "The base as a run, an adapter or a configuration names it."
+    if cards:
+        return cards[0]["recipe"]["base"]
     if source and (source / _ADAPTER[0]).exists():
         return json.loads((source / _ADAPTER[0]).read_text())["base_model_name_or_path"]
     return str(source) if source else getattr(embedder.decoder.causal_lm.config, "_name_or_path", "")
@@ -403,15 +409,15 @@ def export_embedder(
     scores = _read_scores(scores) if scores else None
     embedder = model if source is None else load_embedder(source, "stored", "cpu")
     cards = find_cards(source) if source else []
-    known = find_base(cards[0]["recipe"]["base"] if cards else _origin(embedder, source))
+    known = find_base(_origin(embedder, source, cards)) | {k: v for k, v in {"name": base, "license": license}.items() if v}
     instructions = _settled(instructions, cards)
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     files["README.md"] = model_card(
         embedder, push or folder.name, files["config_sentence_transformers.json"]["prompts"], instructions["query"],
-        (base or known[0], license or known[1]), cards, scores, adapter,
+        known, cards, scores, adapter,
     )  # fmt: skip
     with atomic_folder(folder) as aside:
-        _write_weights(embedder, source, aside, adapter, base)
+        _write_weights(embedder, source, aside, adapter, base, push)
         _write_tokenizers(embedder.tokenizer, padding_side, aside)
         write_settings(embedder, aside)
         _write_files(aside, files)

@@ -246,6 +246,19 @@ def test_push(tmp_path, monkeypatch):
     assert 'SentenceTransformer("owner/name")' in (folder / "README.md").read_text()
 
 
+def test_push_an_adapter(tmp_path, monkeypatch):
+    """What is pushed names a base that others have, or is not pushed."""
+    calls = []
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(calls))
+    embedder = with_adapter(make(tmp_path / "model"))
+    with pytest.raises(InputError, match="the base of this adapter is a folder here"):
+        embedder.export(tmp_path / "exported", adapter=True, push="owner/name")
+    assert not calls and not (tmp_path / "exported").exists()
+    embedder.export(tmp_path / "exported", adapter=True, push="owner/name", base="owner/base")
+    assert len(calls) == 2
+    assert json.loads((tmp_path / "exported" / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/base"
+
+
 def test_push_without_a_hub(tmp_path):
     """No network, no credentials: one clear error, the export stays."""
     (tmp_path / "README.md").write_text("a model")
