@@ -249,6 +249,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.load_embedder': ( 'embedder.html#load_embedder',
                                                                                         'anchor_embedding/embedder.py'),
+                                           'anchor_embedding.embedder.own_files': ( 'embedder.html#own_files',
+                                                                                    'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.read_settings': ( 'embedder.html#read_settings',
                                                                                         'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.read_tokenizer': ( 'embedder.html#read_tokenizer',

@@ -370,7 +370,10 @@ def _free_folder(folder: str | os.PathLike) -> Path:
 def _write_tokenizers(text_tokenizer: TextTokenizer, padding_side: str, folder: Path) -> None:
     "The tokenizer with its template, checked as it will be loaded, and in a folder of its own the one without."
     template_tokenizer(text_tokenizer, padding_side).save_pretrained(folder)
-    _edit_json(folder / "tokenizer_config.json", lambda values: values | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    told = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if not (folder / "config.json").exists():  # an adapter: where AutoProcessor looks last, and fails for a model on the hub
+        told["processor_class"] = "PreTrainedTokenizerFast"
+    _edit_json(folder / "tokenizer_config.json", lambda values: values | told)
     check_tokenizer(text_tokenizer, folder)
     text_tokenizer.tokenizer.save_pretrained(folder / BARE_TOKENIZER)
 

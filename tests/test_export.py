@@ -4,6 +4,8 @@ import gzip
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +259,37 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     embedder.export(tmp_path / "exported", adapter=True, push="owner/name", base="owner/base")
     assert len(calls) == 2
     assert json.loads((tmp_path / "exported" / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/base"
+
+
+FROM_HUB = """
+import sys
+import numpy as np
+from sentence_transformers import SentenceTransformer
+from anchor_embedding.embedder import Embedder
+
+found = []
+for name in ("owner/merged", "owner/adapter"):
+    found.append(Embedder.from_pretrained(name, dtype="float32", device="cpu").encode(sys.argv[2:]))
+    found.append(SentenceTransformer(name, device="cpu").encode(sys.argv[2:]))
+np.save(sys.argv[1], found)
+"""
+
+
+def test_from_the_hub(tmp_path, texts):
+    """By its name on the hub, here from the hub's cache, a model is what it is in a folder."""
+    embedder = with_adapter(make(tmp_path / "model", "mistral"))
+    for name in ("merged", "adapter"):
+        repository = tmp_path / "hub" / f"models--owner--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        embedder.export(repository / "snapshots" / ("0" * 40), adapter=name == "adapter")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    few = [text for text in texts if "\0" not in text][:6]
+    command = [sys.executable, "-c", FROM_HUB, str(tmp_path / "found.npy"), *few]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for vectors in np.load(tmp_path / "found.npy"):
+        assert worst(vectors, embedder.encode(few)) > 0.9999
 
 
 def test_push_without_a_hub(tmp_path):
