@@ -133,10 +133,9 @@ def own_files(
         return Path(name)
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, SETTINGS_FILE) if name.count("/") == 1 else None
-    if isinstance(cached, str):
-        return Path(cached).parent
     try:
+        if isinstance(cached := try_to_load_from_cache(name, SETTINGS_FILE), str):
+            return Path(cached).parent
         return Path(snapshot_download(name, allow_patterns=list(_OWN)))
     except Exception:  # a name that is none, no network: whoever loads the weights says so
         return Path(name)

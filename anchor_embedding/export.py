@@ -147,6 +147,9 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 def _source(model: str | os.PathLike) -> Path:
     "The folder of a run's result, or of the model that was named."
     path = Path(resolve_base(str(model)).path)
+    if (path / "recipe.toml").exists() and not (path / "final").is_dir():
+        steps = sorted(step.name for step in path.glob("step-*"))
+        raise InputError(f"{path} is a run that has not finished; export one of its checkpoints: {', '.join(steps) or 'there is none yet'}")
     return path / "final" if (path / "final").is_dir() else path
 
 
@@ -180,12 +183,15 @@ def _edit_json(path: Path, change) -> None:
 def find_cards(
     folder: Path,  # of a model
 ) -> list[dict]:  # first stage first; none for a model without a run
-    "The cards of the runs that made a model."
+    "The cards of the runs that made a model. Raises `InputError`."
     runs = [run for run in folder.parent.glob(f"runs/{folder.name}-*") if not (run / "final").exists()]
     run, cards = (runs[0] if len(runs) == 1 else folder.parent), []
     while (run / "card.json").is_file() and len(cards) < 9:
-        cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
-        earlier = Path(cards[0]["recipe"]["base"]).parent
+        try:
+            cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
+            earlier = Path(cards[0]["recipe"]["base"]).parent
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{run / 'card.json'} is damaged ({error}); mend it, or export a copy of the model from elsewhere") from error
         run = earlier if (earlier / "card.json").is_file() else run.parent / earlier.name
     if cards and folder.name.startswith("step-"):
         cards[-1]["checkpoint"] = folder.name
@@ -210,8 +216,8 @@ def find_base(
         about = json.loads((folder / "provenance.json").read_text())
         found = {"name": _hub_name(about["name"]), "license": about.get("licence", "").lower(), "source": about.get("source")}
         return {key: value for key, value in found.items() if value}
-    readme = Path((try_to_load_from_cache(name, "README.md") if name else None) or folder / "README.md")
-    license = None
+    cached, license = try_to_load_from_cache(name, "README.md") if name else None, None
+    readme = Path(cached) if isinstance(cached, str) else folder / "README.md"
     if origin and readme.is_file() and readme.read_text(encoding="utf-8").startswith("---"):
         license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
     found = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
@@ -244,7 +250,7 @@ def _stage(card: dict) -> str:
     keys = ("checkpoint", "negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
     rows += [(key.replace("_", " "), card[key]) for key in keys if card.get(key) not in (None, "", "none")]
     found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
-    settings = {key: _shown(value) if key in ("base", "data") else value for key, value in recipe.items()}
+    settings = {k: _shown(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in recipe.items()}
     found += "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()) + "\n```\n"
     if changed := card.get("deviations"):
         rows = [(key, *pair) for key, pair in changed.items()]
@@ -253,14 +259,12 @@ def _stage(card: dict) -> str:
 
 # %% ../nbs/36_export.ipynb #43805933
 def _read_scores(scores: str | os.PathLike | dict) -> dict:
-    "Scores from a file; raises `InputError` when it is not one."
-    if isinstance(scores, dict):
-        return scores
+    "Scores, from a file or as they are; raises `InputError` when they are none."
     try:
-        found = json.loads(Path(scores).read_text(encoding="utf-8"))
+        found = scores if isinstance(scores, dict) else json.loads(Path(scores).read_text(encoding="utf-8"))
         {task: float(result["main_score"]) for task, result in found["tasks"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{scores} is no scores.json ({type(error).__name__}: {error}); give the one that `anchor eval` wrote") from error
+        raise InputError(f"{scores!s:.200} is no scores.json ({type(error).__name__}: {error}); give the one that `anchor eval` wrote") from error
     return found
 
 
