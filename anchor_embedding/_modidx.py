@@ -243,6 +243,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.Embedder.from_pretrained': ( 'embedder.html#embedder.from_pretrained',
                                                                                                    'anchor_embedding/embedder.py'),
+                                           'anchor_embedding.embedder.Embedder.read': ( 'embedder.html#embedder.read',
+                                                                                        'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder.Embedder.save_pretrained': ( 'embedder.html#embedder.save_pretrained',
                                                                                                    'anchor_embedding/embedder.py'),
                                            'anchor_embedding.embedder._token_batches': ( 'embedder.html#_token_batches',

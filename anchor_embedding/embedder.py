@@ -64,6 +64,12 @@ class Embedder:
         with atomic_folder(folder) as aside:
             write_embedder(self, aside)
 
+    def read(self, texts, instruction=None, **settings):
+        "What the model decodes from the vectors of texts alone; see `anchor_embedding.reading.read_texts`."
+        from anchor_embedding.reading import read_texts
+
+        return read_texts(self, texts, instruction, **settings)
+
     def export(self, folder, **options) -> Path:
         "A model for sentence-transformers; see `export_embedder`."
         from anchor_embedding.export import export_embedder
