@@ -64,21 +64,26 @@ class Embedder:
         with atomic_folder(folder) as aside:
             write_embedder(self, aside)
 
-    def read(self, texts, instruction=None, **settings):
-        "What the model decodes from the vectors of texts alone; see `anchor_embedding.reading.read_texts`."
-        from anchor_embedding.reading import read_texts
-
-        return read_texts(self, texts, instruction, **settings)
-
-    def export(self, folder, **options) -> Path:
-        "A model for sentence-transformers; see `export_embedder`."
-        from anchor_embedding.export import export_embedder
-
-        return export_embedder(self, folder, **options)
-
     def __repr__(self) -> str:
         model, weights = type(self.decoder.causal_lm).__name__, self.decoder.head.weight
         return f"Embedder({model}, {self.dimension} dimensions, {self.tokenizer}, {self.pooling} pooling, {weights.dtype})"
+
+# %% ../nbs/35_embedder.ipynb #f5f1f1a8
+def _read(self, texts, instruction=None, **settings):
+    "What the model decodes from the vectors of texts alone; see `anchor_embedding.reading.read_texts`."
+    from anchor_embedding.reading import read_texts
+
+    return read_texts(self, texts, instruction, **settings)
+
+
+def _export(self, folder, **options) -> Path:
+    "A model for sentence-transformers; see `export_embedder`."
+    from anchor_embedding.export import export_embedder
+
+    return export_embedder(self, folder, **options)
+
+
+Embedder.read, Embedder.export = _read, _export
 
 # %% ../nbs/35_embedder.ipynb #e9000138
 CHUNK_TEXTS = 4096  # texts tokenised at a time
