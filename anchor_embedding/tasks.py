@@ -271,9 +271,10 @@ def _read_reranking(folder: Path, kind: str) -> dict:
     corpus, queries, relevant, ranked = {"id": [], "title": [], "text": []}, {"id": [], "text": []}, {}, {}
     for number, (where, row) in enumerate(_rows(path, {"query": _is_text, "positive": _are_texts, "negative": _are_texts})):
         query = f"test_query{number}"
-        for name in ("positive", "negative"):
-            if not row[name]:
-                raise InputError(f"{where}: the query has no {name} document; add one or remove the row")
+        if not row["positive"]:
+            raise InputError(f"{where}: the query has no positive document; add one or remove the row")
+        if not row["negative"]:
+            continue
         ids = {f"{'a' * (name == 'positive')}{name}_{query}_{i:05}": text for name in ("positive", "negative") for i, text in enumerate(row[name])}
         queries["id"].append(query)
         queries["text"].append(clean_text(row["query"]))
