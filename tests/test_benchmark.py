@@ -172,7 +172,7 @@ def as_sentence_transformer(model, folder):
     tokenizer = tiny_tokenizer("smollm2")
     eos = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)])
-    tokenizer.pad_token = tokenizer.pad_token or eos
+    tokenizer.pad_token, tokenizer.chat_template = tokenizer.pad_token or eos, None  # else it wraps texts in a conversation
     model.decoder.causal_lm.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     words = Transformer(str(folder / "base"), max_seq_length=64, model_kwargs={"attn_implementation": "eager"})
@@ -363,7 +363,8 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     from anchor_embedding.training import train
 
     pairs = [Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever") for i in range(24)]
-    settings = [f"base={saved}", "batch_size=4", "max_length=32", "steps=4", "dtype=float32", "checkpoint_every=2", "eval_every=2", "warmup_steps=1"]
+    settings = [f"base={saved}", "batch_size=4", "max_length=32", "steps=4", "dtype=float32", "warmup_steps=1"]
+    settings += ["checkpoint_every=2", "eval_every=2", "instructions=none"]
     run = tmp_path / "run"
     during = benchmark.TaskEvaluator("Pairs", generated)
     train(load_recipe("stage2", settings), run, pairs, during, progress=False, say=lambda text: None)
