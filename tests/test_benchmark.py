@@ -86,7 +86,7 @@ def generated(tmp_path_factory):
     text = lambda topic: sentence(rng, topic)
     retrieval(data / "retrieval" / "SciFact", 5183, 300)
     pairs = [(text(i % 5), text(i % (2 + i % 4))) for i in range(200)]
-    alike = [" ".join(a.split()[: i % 6]) + " " + b for i, (a, b) in enumerate(pairs)]
+    alike = [" ".join([*a.split()[: i % 6], b]) for i, (a, b) in enumerate(pairs)]
     scored = [{"sentence1": a, "sentence2": alike[i], "score": i % 6 * 0.9} for i, (a, _) in enumerate(pairs)]
     write(data / "sts" / "STSBenchmark", pairs=scored)
     write(data / "pairclassification" / "Pairs", test=[{"sentence1": a, "sentence2": b, "label": i % 2} for i, (a, b) in enumerate(pairs)])
@@ -164,7 +164,7 @@ def test_score_equals_mteb_on_the_same_vectors(model, generated, name):
 
 
 def as_sentence_transformer(model, folder):
-    """The same weights as a sentence-transformers folder: transformers' own eager attention, EOS by its tokenizer."""
+    """The same weights as a sentence-transformers folder: transformers' own attention, EOS by its tokenizer."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from tokenizers.processors import TemplateProcessing
@@ -175,7 +175,7 @@ def as_sentence_transformer(model, folder):
     tokenizer.pad_token, tokenizer.chat_template = tokenizer.pad_token or eos, None  # else it wraps texts in a conversation
     model.decoder.causal_lm.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    words = Transformer(str(folder / "base"), max_seq_length=64, model_kwargs={"attn_implementation": "eager"})
+    words = Transformer(str(folder / "base"), max_seq_length=512)
     SentenceTransformer(modules=[words, Pooling(model.dimension, "lasttoken")], device="cpu").save(str(folder / "st"))
     return folder / "st"
 
