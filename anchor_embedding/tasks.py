@@ -511,6 +511,8 @@ def task_size(
     "About how many characters a task has its model encode; 0 where nobody knows."
     if folder := getattr(task, "folder", None):
         return sum(_plain_size(path) for path in _task_files(folder) if path.name.split(".")[0] != "train")
+    if parts := getattr(task.metadata, "tasks", None):  # a task of several, like CQADupstackRetrieval
+        return sum(map(task_size, parts))
     statistics, total = task.metadata.descriptive_stats or {}, 0
     for split in task.eval_splits:
         inner = statistics.get(split, {})
