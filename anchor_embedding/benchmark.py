@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
@@ -485,9 +486,9 @@ def read_scores(
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no scores file ({error}); make one with `anchor eval`") from None
+        raise InputError(f"{path} is no scores file ({error}); remove it or name another") from None
     if not isinstance(found, dict) or not {"model", "tasks"} <= found.keys():
-        raise InputError(f"{path} is no scores file; make one with `anchor eval`")
+        raise InputError(f"{path} is no scores file; remove it or name another")
     return found
 
 # %% ../nbs/57_benchmark.ipynb #263a3c9d
@@ -552,7 +553,8 @@ def _reason(error: Exception, task) -> str:
 def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, options: dict, progress, say) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
-    aside = file.path.parent / f"vectors-{about['revision']}-{about['dtype']}"
+    made_by = json.dumps([about[key] for key in _IDENTITY])
+    aside = file.path.parent / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
     with progress_bar(sum(shares.values()), file.scores["model"], "k characters", progress=progress) as bar:
         track, encoder, store = _Track(bar), loaded, None
         if isinstance(loaded, Embedder):
@@ -573,6 +575,33 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
         shutil.rmtree(aside)
 
 # %% ../nbs/57_benchmark.ipynb #c30d6d4a
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    "Keep other processes out of a model's scores. Raises `InputError` when another one is at work there."
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(f"another process writes to {folder}; wait for it or choose another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _not_done(opened: dict, file: ScoresFile, about: dict, say) -> dict:
+    "The tasks that are to be run; what cannot be opened is written down as an error."
+    waiting = {}
+    for name, task in opened.items():
+        if isinstance(task, InputError):
+            file.keep(name, error=str(task))
+            say(f"{name}: {task}")
+        elif not file.has(name, _done_key(task, about)):
+            waiting[name] = task
+    return waiting
+
+# %% ../nbs/57_benchmark.ipynb #c5e90289
 def evaluate(
     model: str | os.PathLike | Embedder,  # see `load_model`
     tasks: str | Sequence[str] | None = "subset15",  # see `tasks.open_tasks`
@@ -593,21 +622,16 @@ def evaluate(
     source = model if isinstance(model, Embedder) else _resolved(model)
     name = (name or model_name(model)) + ("" if check_prompts(prompts) == "paper" else f"-{prompts}")
     about = {"revision": model_revision(source), "prompts": prompts, "dtype": dtype, "max_length": max_length}
-    file = ScoresFile(Path(out) / name / "scores.json", name, about)
-    waiting = {}
-    for task_name, task in opened.items():
-        if isinstance(task, InputError):
-            file.keep(task_name, error=str(task))
-            say(f"{task_name}: {task}")
-        elif not file.has(task_name, _done_key(task, about)):
-            waiting[task_name] = task
-    if waiting:
-        loaded = load_model(source, dtype, device)
-        meta, more = _describe(loaded, source, name, about)
-        more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
-        file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
-        _run_waiting(loaded, meta, waiting, file, about, options, progress, say)
-    return file.of(list(opened))
+    with _claimed(Path(out) / name):
+        file = ScoresFile(Path(out) / name / "scores.json", name, about)
+        waiting = _not_done(opened, file, about, say)
+        if waiting:
+            loaded = load_model(source, dtype, device)
+            meta, more = _describe(loaded, source, name, about)
+            more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
+            file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
+            _run_waiting(loaded, meta, waiting, file, about, options, progress, say)
+        return file.of(list(opened))
 
 # %% ../nbs/57_benchmark.ipynb #e00066c1
 def _model_names(models: Sequence) -> list[str]:

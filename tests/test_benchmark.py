@@ -329,6 +329,15 @@ def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, mo
     assert scores["tasks"]["Long"] and len(before) == 42 and not before & set(made) and len(made) == 70 - 42
 
 
+def test_two_processes_do_not_write_the_same_scores(saved, quick):
+    from filelock import FileLock
+
+    quick["out"].mkdir()
+    with FileLock(quick["out"] / f".{saved.name}.lock"), pytest.raises(InputError, match="another process writes to"):
+        evaluate(saved, **quick, say=lambda text: None)
+    assert evaluate(saved, **quick, say=lambda text: None)["tasks"]
+
+
 def test_several_replicas_give_the_scores_of_one(saved, quick, tmp_path):
     one = evaluate(saved, **quick, say=lambda text: None)
     two = evaluate(saved, **quick | {"out": tmp_path / "two"}, devices=["cpu", "cpu"], say=lambda text: None)
