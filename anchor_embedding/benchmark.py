@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,8 +124,9 @@ def encode_on(
     vectors = np.empty((len(texts), replicas[0].dimension), np.float32)
 
     def share(number: int) -> None:
-        rows = order[number :: len(replicas)]
-        vectors[rows] = replicas[number].encode([texts[i] for i in rows], instruction, batch_tokens, progress=False)
+        rows, device = order[number :: len(replicas)], replicas[number].decoder.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            vectors[rows] = replicas[number].encode([texts[i] for i in rows], instruction, batch_tokens, progress=False)
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         list(pool.map(share, range(len(replicas))))

@@ -359,12 +359,33 @@ def _real_task(name: str):
         return None
 
 
+def _about(folder: Path) -> dict:
+    "What `meta.json` says of a task: `note`, `instruction`, `subset` are read. Raises `InputError` when it is no JSON object."
+    path = folder / "meta.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{path}: broken JSON ({error}); correct it or remove the file") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object; correct it or remove the file")
+    return found
+
+
+def _subset(real, folder: Path) -> str:
+    "Which subset of mteb's task the data are. Raises `InputError` when nothing tells."
+    found = _about(folder).get("subset") or (real.hf_subsets[0] if len(real.hf_subsets) == 1 else None)
+    if found not in real.metadata.hf_subsets:
+        some = ", ".join(real.metadata.hf_subsets[:5])
+        raise InputError(f'{folder}: {folder.name} has several subsets in mteb ({some}, …); name one in meta.json as "subset"')
+    return found
+
+# %% ../nbs/56_tasks.ipynb #de876164
 def _new_metadata(name: str, kind: str, folder: Path, dataset: dict):
     "Metadata of a task that mteb does not have, with what `meta.json` says of it."
     from mteb.abstasks.task_metadata import TaskMetadata
 
     _, kind_name, _, main_score = READERS[kind]
-    about = json.loads((folder / "meta.json").read_text(encoding="utf-8")) if (folder / "meta.json").exists() else {}
+    about = _about(folder)
     note = about.get("note") or "no description"
     return TaskMetadata(
         name=name, description=f"Not a task of MTEB, read from plain files: {note}", type=kind_name, dataset=dataset, main_score=main_score,
@@ -382,7 +403,7 @@ def data_fingerprint(folder: Path) -> str:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
-# %% ../nbs/56_tasks.ipynb #de876164
+# %% ../nbs/56_tasks.ipynb #594a2e4c
 def _local_task(folder: Path):
     "A folder as a task object of mteb; its data are read when mteb asks for them."
     import mteb.abstasks
@@ -400,7 +421,7 @@ def _local_task(folder: Path):
         bases, metadata = (type(real),), real.metadata.model_copy(update={"dataset": dataset})
     made = type(name, bases, {"metadata": metadata, "load_data": _load_data, "folder": folder})()
     if real is not None:
-        made.hf_subsets, made._eval_splits = real.hf_subsets[:1], real.eval_splits[:1]
+        made.hf_subsets, made._eval_splits = [_subset(real, folder)], real.eval_splits[:1]
     return made
 
 

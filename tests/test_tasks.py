@@ -218,6 +218,19 @@ def test_a_name_of_mteb_with_data_of_another_kind(tmp_path):
     assert opened["STS12"].metadata.name == "STS12"  # the others stay usable
 
 
+def test_a_task_of_many_languages_must_say_which(tmp_path):
+    folder = write(tmp_path / "retrieval" / "MIRACLRetrieval", corpus=DOCUMENTS, queries=QUERY, qrels=QRELS)
+    with pytest.raises(InputError, match="several subsets in mteb"):
+        local_tasks(tmp_path)
+    (folder / "meta.json").write_text('{"subset": "sw"}')
+    (task,) = local_tasks(tmp_path)
+    task.load_data()
+    assert task.hf_subsets == ["sw"] and list(task.dataset["sw"]) == ["dev"] == list(task.eval_splits)
+    (folder / "meta.json").write_text("{")
+    with pytest.raises(InputError, match="broken JSON"):
+        local_tasks(tmp_path)
+
+
 # ---- real files -------------------------------------------------------------------------------------------------------
 
 
