@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'CATEGORIES', 'WRITERS', 'HELDOUT', 'SETTINGS', 'paper_table', 'paper_tasks', 'paper_scores',
-           'paper_averages', 'read_scores', 'gather_scores', 'Comparison', 'comparison_rows', 'compare',
-           'paper_early_stage', 'early_scores', 'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars',
-           'plot_stages', 'plot_alpha', 'plot_categories']
+           'paper_averages', 'gather_scores', 'Comparison', 'comparison_rows', 'compare', 'paper_early_stage',
+           'early_scores', 'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars', 'plot_stages',
+           'plot_alpha', 'plot_categories']
 
 # %% ../nbs/62_paper.ipynb #27971fa1
 import html
@@ -92,17 +92,19 @@ def paper_averages() -> pd.DataFrame:  # index: model, system; columns: the cate
 
 # %% ../nbs/62_paper.ipynb #bdbd11ec
 def _score_files(path) -> list[Path]:
-    "The scores.json of a file or folder; several where it holds several models."
+    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last."
     path = Path(path)
     if path.is_file():
         return [path]
     found = [path / "scores.json"] if (path / "scores.json").is_file() else sorted(path.glob("**/scores.json"))
     if not found:
         raise InputError(f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), or name the file")
-    return found
+    is_step = lambda file: file.parent.name.startswith("step-")
+    last = {file.parent.parent: file for file in found if is_step(file)}
+    return [file for file in found if not is_step(file) or last[file.parent.parent] == file]
 
 
-def read_scores(
+def _read_scores(
     path,  # a scores.json
 ) -> dict:  # model, about, tasks
     "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
@@ -152,9 +154,11 @@ def _identity(recipe: dict) -> dict:
     return kept
 
 
-def _label(scores) -> str:
-    "A short name of what was scored."
+def _label(scores, path=None) -> str:
+    "A short name of what was scored; a checkpoint has its run's name before its own."
     parts = [part for part in str(scores.get("model", "ours")).split("/") if part not in ("", ".", "final")]
+    if parts and parts[-1].startswith("step-") and path is not None:
+        parts[-1] = " ".join([*(folder.name for folder in Path(path).parents[1:3] if (folder / "recipe.toml").is_file()), parts[-1]])
     return parts[-1] if parts else "ours"
 
 # %% ../nbs/62_paper.ipynb #64436396
@@ -162,8 +166,8 @@ def _group(named) -> dict[str, list[dict]]:
     "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds share a label."
     groups, members = {}, {}  # members: identity → label, seeds
     for scores, path in named:
-        recipe, label = _recipe(scores, path) or {}, _label(scores)
-        step = label if label.startswith("step-") else ""
+        recipe, label = _recipe(scores, path) or {}, _label(scores, path)
+        step = label.split()[-1] if "step-" in label else ""
         key = json.dumps([_identity(recipe), scores.get("about", {}).get("prompts"), step], sort_keys=True)
         shared, seeds = members.get(key, (None, set()))
         if recipe and shared and recipe.get("seed") not in seeds:
@@ -190,7 +194,7 @@ def gather_scores(
         raise InputError("nothing to compare: name at least one run or scores.json")
     named = []
     for one in several:
-        named += [(_checked_scores(one, "scores"), None)] if isinstance(one, Mapping) else [(read_scores(p), p) for p in _score_files(one)]
+        named += [(_checked_scores(one, "scores"), None)] if isinstance(one, Mapping) else [(_read_scores(p), p) for p in _score_files(one)]
     return _group(named)
 
 # %% ../nbs/62_paper.ipynb #1ea02ef7
@@ -270,6 +274,14 @@ def _points(runs: list[dict]) -> pd.DataFrame:
     return pd.DataFrame({i: {t: 100 * e["main_score"] for t, e in run["tasks"].items()} for i, run in enumerate(runs)}, dtype=float)
 
 
+def _remarks(groups) -> tuple[str, ...]:
+    "What the scores say about themselves: tasks that failed, tasks that were read from files."
+    runs = [run for runs in groups.values() for run in runs]
+    local = sorted({task for run in runs for task, entry in run["tasks"].items() if entry.get("data") == "local"})
+    failed = {f"Failed here, {task}: {reason}": None for run in runs for task, reason in run.get("errors", {}).items()}
+    return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
+
+
 def compare(
     scores,                                   # see `gather_scores`: files, folders, run folders, or {label: …}
     paper: str = "Llama-3.2-1B-Instruct",     # the paper's base model
@@ -282,9 +294,8 @@ def compare(
     if not system or not set(system) <= set(theirs):
         raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
     groups = gather_scores(scores)
-    notes = {f"{task}: {e['note']}": None for runs in groups.values() for run in runs for task, e in run["tasks"].items() if e.get("note")}
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, tuple(notes), mark)
+    return Comparison(ours, theirs[list(system)], paper, _remarks(groups), mark)
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:

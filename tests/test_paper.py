@@ -90,6 +90,12 @@ def test_fifteen_task_averages():
     assert (extra.iloc[0], extra.loc["stage I + stage II"]) == FIFTEEN["Llama-3.2-1B-Instruct"]
 
 
+def test_the_fifteen_tasks_are_those_that_are_evaluated():
+    tasks = pytest.importorskip("anchor_embedding.tasks")
+    known = paper_tasks().query("subset15")["category"]
+    assert set(tasks.subset15()) == set(known.index)
+
+
 def test_tables_repeat_each_other():
     one = paper_table(1).set_index(["model", "system"]).drop(columns="average")
     two, three = paper_table(2).set_index("model"), paper_table(3).set_index("variant")
@@ -129,6 +135,19 @@ def test_seeds_of_one_recipe_are_found_on_disk_and_other_recipes_kept_apart(tmp_
     assert np.isnan(row["c sd"]) and "a: 2" in str(comparison)
     theirs = paper_scores("Qwen2.5-1.5B-Instruct").loc[["STS17", "SciFact"], "anchor"].mean()
     assert row["a − paper"] == pytest.approx(55 - theirs)
+
+
+def test_of_a_sweep_the_last_checkpoint_counts(tmp_path):
+    for step in (8, 16):
+        scores_file(
+            tmp_path / "anchor-stage2" / "evaluations" / f"step-{step:06}", f"step-{step:06}", {"STS17": step / 100}
+        )
+    (tmp_path / "anchor-stage2" / "recipe.toml").write_text("seed = 1\n")
+    comparison = compare(tmp_path / "anchor-stage2")
+    assert {label: float(runs.loc["STS17", 0]) for label, runs in comparison.ours.items()} == {
+        "anchor-stage2 step-000016": 16
+    }
+    assert comparison.against("anchor-stage2 step-000016") == "anchor"
 
 
 def test_other_prompts_are_not_another_seed(tmp_path):
