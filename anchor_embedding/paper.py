@@ -208,9 +208,10 @@ class Comparison:
     remarks: tuple[str, ...] = ()  # what our scores say about their tasks
     mark: float = 1.0              # points; larger differences to the paper are marked
 
-    def against(self, label: str) -> str:
-        "The paper's system that one of ours is held against: the one its name holds, else the last."
-        return next((system for system in self.paper if system in label.lower()), self.paper.columns[-1])
+    def against(self, label: str) -> str | None:
+        "The paper's system that one of ours is held against: the one in its name; the last where none of ours names one."
+        named = {ours: next((system for system in self.paper if system in ours.lower()), None) for ours in self.ours}
+        return named[label] if any(named.values()) else self.paper.columns[-1]
 
     @property
     def tasks(self) -> list[str]:
@@ -246,7 +247,7 @@ def _figures(comparison: Comparison, tasks: list[str]) -> dict[str, float]:
     for label, runs in comparison.ours.items():
         means = runs.reindex(tasks).mean(skipna=False)
         row |= {label: means.mean(skipna=False), f"{label} sd": means.std(skipna=False)}
-    row |= {f"{label} − paper": row[label] - paper[comparison.against(label)] for label in comparison.ours}
+    row |= {f"{label} − paper": row[label] - paper.get(comparison.against(label), math.nan) for label in comparison.ours}
     return row | {f"paper {system}": paper[system] for system in comparison.paper}
 
 # %% ../nbs/62_paper.ipynb #55932ff7
@@ -299,9 +300,10 @@ def compare(
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
-    "system → label, where ours are exactly one of each of the paper's two systems."
-    labels = {comparison.against(label): label for label in comparison.ours}
-    return labels if len(comparison.paper.columns) == len(labels) == len(comparison.ours) == 2 else None
+    "system → label, where one of ours, and only one, stands for each of the paper's two systems."
+    labels = {system: [label for label in comparison.ours if comparison.against(label) == system] for system in comparison.paper}
+    one_each = len(labels) == 2 and all(len(found) == 1 for found in labels.values())
+    return {system: found[0] for system, found in labels.items()} if one_each else None
 
 
 def _text_rows(comparison, marks=("▲", "▼"), pm="±", minus="−") -> tuple[list[str], list[tuple[str, str, list[str]]]]:
@@ -327,7 +329,8 @@ def _text_rows(comparison, marks=("▲", "▼"), pm="±", minus="−") -> tuple[
 def _notes(comparison) -> list[str]:
     "What the table rests on and what it leaves out, a sentence each."
     known, seen, common = paper_tasks(), set(comparison.seen), comparison.tasks
-    against = ", ".join(f"{label} against the paper's {comparison.against(label)}" for label in comparison.ours)
+    pairs = {label: comparison.against(label) for label in comparison.ours}
+    against = ", ".join(f"{label} against the paper's {system}" for label, system in pairs.items() if system)
     seeds = [f"{label}: {len(runs.columns)}" for label, runs in comparison.ours.items() if len(runs.columns) > 1]
     lines = [f"Points. Paper: {comparison.model}, Tables 14 and 15. Δ: {against}; ▲ ▼ where it is more than {comparison.mark:g}."]
     lines += [f"Mean ± standard deviation of several runs ({', '.join(seeds)})."] if seeds else []
@@ -470,7 +473,7 @@ def draw_arms(
     whole_steps(axes, label)
     if len(curves) <= 8:
         axes.set_xticks(curves.index)
-    axes.margins(y=0.12)
+    axes.margins(y=0.08 + 0.04 * len(curves.columns))
     ends = [(curves[arm].dropna().iloc[-1], names.get(arm, arm), colour(arm, curves.columns), True) for arm in curves]
     end_labels(axes, ends)
 
@@ -481,7 +484,7 @@ def plot_early_scores(
     paper: str = "Llama-3.2-1B-Instruct",  # a base model of Table 9
 ) -> Figure:
     "The paper's Figure 2: the average of the 15 tasks over the first steps of Stage II, and below it ours."
-    panels = [(paper_early_stage(paper), f"The paper: {paper}, 15-task average")]
+    panels = [(paper_early_stage(paper), f"The paper: {paper.removesuffix('-Instruct')}, 15 tasks")]
     panels += [(ours, f"Here: {what}")] if ours is not None else []
     with style():
         figure, all_axes = new_figure(len(panels))
@@ -530,18 +533,21 @@ def plot_stages(
 
 # %% ../nbs/62_paper.ipynb #d76424d2
 def plot_alpha(
-    ours: pd.DataFrame | None = None,  # index: alpha; a column, one panel, each
+    ours: dict[str, pd.DataFrame] | None = None,  # label of the y axis → index: alpha; columns: a line each
 ) -> Figure:
-    "Table 4 over alpha, the weight of Q2D; and ours, a panel a column."
-    table = paper_table(4).set_index("alpha")["average"]
-    panels = [(table, "The paper: Llama-3.2-1B-Instruct", "15-task average\n(points; not from 0)")]
-    panels += [(ours[name], "Here", name) for name in (ours if ours is not None else [])]
+    "Table 4 over alpha, the weight of Q2D; and ours, a panel an entry."
+    table = paper_table(4).set_index("alpha")[["average"]]
+    panels = [("The paper: Llama-3.2-1B", "15-task average\n(points; not from 0)", table)]
+    panels += [("Here", label, frame) for label, frame in (ours or {}).items()]
     with style():
         figure, all_axes = new_figure(len(panels), height=2.0)
-        for axes, (values, title, label) in zip(all_axes, panels, strict=True):
-            axes.plot(values.index, values, color=COLOURS["anchor"], marker="s")
+        for axes, (title, label, frame) in zip(all_axes, panels, strict=True):
+            for name, dashes in zip(frame, ("-",) if len(frame.columns) == 1 else ("--", ":", "-."), strict=False):
+                axes.plot(frame.index, frame[name], color=COLOURS["anchor"], linestyle=dashes, marker="s")
             axes.set(title=title, ylabel=label, xlim=(-0.05, 1.05))
-            axes.margins(y=0.3)
+            axes.margins(y=0.2)
+            if len(frame.columns) > 1:
+                end_labels(axes, [(frame[name].iloc[-1], name, COLOURS["anchor"], False) for name in frame])
         all_axes[-1].set_xlabel("alpha: 0 = only D2Q, 1 = only Q2D")
     return figure
 
@@ -555,8 +561,8 @@ def plot_categories(
     if not rows:
         raise InputError("there is no task that the paper and all of ours have; nothing to plot")
     systems = {f"paper {system}": COLOURS.get(system, INK) for system in comparison.paper}
-    named = {label: colour(label if label in COLOURS else comparison.against(label) if _both_arms(comparison) else label, list(comparison.ours))
-             for label in comparison.ours}
+    arms = {label: label if label in COLOURS else (comparison.against(label) if _both_arms(comparison) else None) or label for label in comparison.ours}
+    named = {label: colour(arm, list(arms.values())) for label, arm in arms.items()}
     with style():
         figure, all_axes = new_figure(len(rows), height=0.3 + 0.19 * (len(named) + len(systems)))
         for axes, row in zip(all_axes, rows, strict=True):
