@@ -415,6 +415,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_embedding.paper._resource': ('paper.html#_resource', 'anchor_embedding/paper.py'),
                                         'anchor_embedding.paper._score_files': ('paper.html#_score_files', 'anchor_embedding/paper.py'),
                                         'anchor_embedding.paper._text_rows': ('paper.html#_text_rows', 'anchor_embedding/paper.py'),
+                                        'anchor_embedding.paper._writer': ('paper.html#_writer', 'anchor_embedding/paper.py'),
                                         'anchor_embedding.paper.compare': ('paper.html#compare', 'anchor_embedding/paper.py'),
                                         'anchor_embedding.paper.comparison_rows': ( 'paper.html#comparison_rows',
                                                                                     'anchor_embedding/paper.py'),
