@@ -120,7 +120,9 @@ def _read_scores(
 def _checked_scores(scores, where) -> dict:
     "The same scores, if they are well formed."
     if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not scores["tasks"]:
-        raise InputError(f"{where}: not scores: `tasks` with at least one task is missing")
+        raise InputError(f"{where}: not scores: `tasks` with at least one task is missing; evaluate the model (`anchor eval`)")
+    if not all(isinstance(scores.get(key, {}), dict) for key in ("about", "errors")):
+        raise InputError(f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again")
     for task, entry in scores["tasks"].items():
         value = entry.get("main_score") if isinstance(entry, dict) else None
         if not isinstance(value, int | float) or not -1 <= value <= 1:  # a correlation may be negative; NaN fails too
