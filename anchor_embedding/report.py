@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'LABELS', 'COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'MARKERS', 'CSS', 'read_metrics', 'read_report',
-           'results_table', 'noise', 'heldout_queries', 'compare', 'headline', 'scale', 'findings', 'style', 'colour',
-           'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage', 'plot_losses', 'plot_anchor_gain',
-           'inline_svg', 'results_html', 'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
+           'results_table', 'heldout_queries', 'query_ndcg', 'compare_arms', 'headline', 'scale', 'findings', 'style',
+           'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage', 'gaussian_smooth',
+           'plot_losses', 'plot_anchor_gain', 'inline_svg', 'results_html', 'searches_html', 'card_html', 'table_html',
+           'page_html', 'html_report']
 
 # %% ../nbs/60_report.ipynb #683c3a4b
 import contextlib
@@ -19,12 +20,14 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot  # registers the display of figures in notebooks
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from .errors import InputError
 from .files import write_text
 from .recipe import load_recipe
+from .significance import noise, paired_bootstrap
 
 # %% ../nbs/60_report.ipynb #392380a7
 def _json_object(path, number, line):
@@ -86,15 +89,6 @@ def results_table(
     return table.T[list(METRICS.values())]
 
 # %% ../nbs/60_report.ipynb #cd791bf6
-def noise(
-    first: float,   # a metric in [0, 1], mean over the queries
-    second: float,  # the same metric of another model
-    queries: int,   # n
-) -> float:
-    "Two standard errors of `first - second`, at most: 2 √((p₁(1 − p₁) + p₂(1 − p₂)) / n)."
-    return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / queries)
-
-# %% ../nbs/60_report.ipynb #966471c2
 def heldout_queries(
     report: dict,  # see `read_report`
 ) -> int | None:
@@ -102,37 +96,62 @@ def heldout_queries(
     return report.get("card", {}).get("counts", {}).get("heldout")
 
 
-def compare(
-    report: dict,                # see `read_report`
-    metric: str = "ndcg_at_10",  # name of a metric
-) -> dict | None:  # step, anchor, baseline, difference, noise (None if n is unknown), verdict; None without both arms
+def query_ndcg(
+    ranks,        # (n,) rank of the one relevant document of every query, 1 = best
+    k: int = 10,  # ranks up to here count
+) -> np.ndarray:  # (n,) in [0, 1]; their mean is nDCG@k
+    "nDCG@k of every query that has one relevant document."
+    ranks = np.asarray(ranks, dtype=np.float64)
+    return np.where(ranks <= k, 1 / np.log2(1 + ranks), 0.0)
+
+# %% ../nbs/60_report.ipynb #d0b28d8e
+def _last(report, key):
+    "nDCG@10 of an arm at its last evaluation, of the untouched model or of BM25; None where it is not there."
+    curve = report["arms"].get(key)
+    row = curve[-1] if curve else report.get(key)
+    return row["ndcg_at_10"] if row else None
+
+
+def _judged(report, first, second, values=None):
+    "first − second in nDCG@10, how sure it is in words, and the verdict; by ranks unless `values` are of another step."
+    one, two = values or (_last(report, first), _last(report, second))
+    ranks, queries = report.get("ranks", {}), heldout_queries(report)
+    if values is None and ranks.get(first) and len(ranks[first]) == len(ranks.get(second) or ()):
+        found = paired_bootstrap(query_ndcg(ranks[first]), query_ndcg(ranks[second]))
+        sure = f"95 % interval over {found.queries:,} queries: {found.low:+.3f} to {found.high:+.3f}"
+        return one - two, sure, found.verdict
+    if not queries:
+        return one - two, "how many queries this rests on is not recorded", "ahead" if one > two else "behind" if one < two else "level"
+    error = noise(one, two, queries)
+    verdict = "level" if abs(one - two) <= error else "ahead" if one > two else "behind"
+    return one - two, f"noise of {queries:,} queries: at most ±{error:.3f}", verdict
+
+# %% ../nbs/60_report.ipynb #15d9d6d3
+def compare_arms(
+    report: dict,  # see `read_report`
+) -> dict | None:  # step, anchor, baseline (nDCG@10), difference, sure (in words), verdict; None without both arms
     "The anchor arm against the baseline at their last common step: ahead, behind, or level (within the noise)."
-    curves = {arm: {row["step"]: row[metric] for row in report["arms"].get(arm) or []} for arm in ("anchor", "baseline")}
+    curves = {arm: {row["step"]: row["ndcg_at_10"] for row in report["arms"].get(arm) or []} for arm in ("anchor", "baseline")}
     common = set(curves["anchor"]) & set(curves["baseline"])
     if not common:
         return None
     step = max(common)
-    anchor, baseline = curves["anchor"][step], curves["baseline"][step]
-    queries = heldout_queries(report)
-    error = noise(anchor, baseline, queries) if queries else None
-    difference = anchor - baseline
-    verdict = "level" if abs(difference) <= (error or 0) else "ahead" if difference > 0 else "behind"
-    return {"step": step, "anchor": anchor, "baseline": baseline, "difference": difference, "noise": error, "verdict": verdict, "queries": queries}
+    values = curves["anchor"][step], curves["baseline"][step]
+    at_end = all(step == report["arms"][arm][-1]["step"] for arm in curves)
+    difference, sure, verdict = _judged(report, "anchor", "baseline", None if at_end else values)
+    return {"step": step, "anchor": values[0], "baseline": values[1], "difference": difference, "sure": sure, "verdict": verdict}
 
 # %% ../nbs/60_report.ipynb #ca20e83a
 def headline(
     report: dict,  # see `read_report`
 ) -> str:
     "One sentence: what Stage I changed at the last evaluation."
-    result = compare(report)
+    result = compare_arms(report)
     if result is None:
         last = {arm: curve[-1]["ndcg_at_10"] for arm, curve in report["arms"].items() if curve}
         return "nDCG@10 at the last evaluation: " + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items()) + "."
     figures = (f"nDCG@10 after {result['step']} steps of Stage II is {result['anchor']:.3f} with Stage I before it "
-               f"and {result['baseline']:.3f} without ({result['difference']:+.3f}")
-    if result["noise"] is None:
-        return f"{figures}; how many queries this rests on is not recorded)."
-    figures += f"; noise of {result['queries']:,} queries: at most ±{result['noise']:.3f})."
+               f"and {result['baseline']:.3f} without ({result['difference']:+.3f}; {result['sure']}).")
     words = {"ahead": "Stage I helps here", "behind": "Stage I hurts here", "level": "Stage I makes no difference that can be told from noise"}
     return f"{words[result['verdict']]}: {figures}"
 
@@ -145,20 +164,20 @@ def _early_stage(report):
         return []
     mean = lambda curve: sum(curve[s] for s in steps) / len(steps)
     widest = max(steps, key=lambda s: abs(anchor[s] - baseline[s]))
-    queries = heldout_queries(report)
-    error = f" (noise: at most ±{noise(anchor[widest], baseline[widest], queries):.3f})" if queries else ""
+    _, sure, _ = _judged(report, "anchor", "baseline", (anchor[widest], baseline[widest]))
     return [f"Early stage: over the evaluations at steps {steps[0]} to {steps[-1]} nDCG@10 averages {mean(anchor):.3f} (anchor) "
-            f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: {anchor[widest]:.3f} against {baseline[widest]:.3f}{error}."]
+            f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: {anchor[widest]:.3f} against {baseline[widest]:.3f} ({sure})."]
 
 
 def _references(report):
-    "The arms beside BM25 and the untouched model."
+    "The arms beside BM25 and the untouched model: above, below, or level with them (within the noise)."
     lines = []
     for key, name in (("bm25", "BM25, which needs no training,"), ("base", "The untouched model")):
         if report.get(key):
-            value = report[key]["ndcg_at_10"]
-            above = [arm for arm, curve in report["arms"].items() if curve and curve[-1]["ndcg_at_10"] > value]
-            lines.append(f"{name} has nDCG@10 {value:.3f}: " + (f"{' and '.join(above)} above it." if above else "no arm is above it."))
+            verdicts = {arm: _judged(report, arm, key)[2] for arm, curve in report["arms"].items() if curve}
+            words = (("ahead", "above it"), ("level", "level with it (within the noise)"), ("behind", "below it"))
+            parts = [(" and ".join(arm for arm in verdicts if verdicts[arm] == verdict), text) for verdict, text in words]
+            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}: " + ", ".join(f"{arms} {text}" for arms, text in parts if arms) + ".")
     return lines
 
 # %% ../nbs/60_report.ipynb #740d47c5
@@ -213,8 +232,9 @@ def findings(
     return [headline(report), *_early_stage(report), *_references(report), *_anchor_use(report), *_scale_sentence(report)]
 
 # %% ../nbs/60_report.ipynb #fe897002
-COLOURS = {"baseline": "#0072B2", "anchor": "#D55E00", "base": "#999999", "bm25": "#000000"}
-SPARE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # for arms of other names
+COLOURS = {"baseline": "#0072B2", "anchor": "#D55E00", "base": "#999999", "bm25": "#000000",
+           "only_q2d": "#009E73", "only_d2q": "#CC79A7", "stage1": "#E69F00"}  # ablations: one direction of Stage I; Stage I alone
+SPARE_COLOURS = ("#56B4E9", "#882255", "#999933", "#44AA99")  # for arms of other names
 INK, GRID = "#1a1a1a", "#dddddd"
 _STYLE = {
     "figure.dpi": 100, "savefig.dpi": 300, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
@@ -285,7 +305,7 @@ def whole_steps(axes, label: str) -> None:
     axes.set_xlabel(label)
 
 # %% ../nbs/60_report.ipynb #0cee611f
-MARKERS = {"baseline": "o", "anchor": "s"}
+MARKERS = {"baseline": "o", "anchor": "s", "only_q2d": "^", "only_d2q": "v"}
 
 
 def plot_early_stage(
@@ -312,18 +332,33 @@ def plot_early_stage(
     return figure
 
 # %% ../nbs/60_report.ipynb #f05a54f6
-def _draw_loss(axes, rows, key, ink, dashes="-", window=1):
-    "One loss curve; with a window, the raw values stay behind it, pale."
+def gaussian_smooth(
+    values,        # (n,) one a step
+    sigma: float,  # standard deviation of the window, in steps; 0 = no smoothing
+) -> np.ndarray:  # (n,)
+    "The mean of the values around each one, weighted by a Gaussian window cut off at four standard deviations."
+    values = np.asarray(values, dtype=np.float64)
+    reach = min(math.ceil(4 * sigma), len(values) - 1)
+    if reach < 1:
+        return values
+    window = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    inside = slice(reach, reach + len(values))
+    return np.convolve(values, window)[inside] / np.convolve(np.ones_like(values), window)[inside]
+
+# %% ../nbs/60_report.ipynb #abef5a41
+def _draw_loss(axes, rows, key, ink, dashes="-", sigma=0.0):
+    "One loss curve; smoothed, the raw values stay behind it, pale."
     frame = pd.DataFrame(rows)[["step", key]].dropna()
-    if window > 1:
-        axes.plot(frame["step"], frame[key], color=ink, linewidth=0.6, alpha=0.25)
-        frame[key] = frame[key].rolling(window, center=True, min_periods=1).mean()
+    if sigma:
+        axes.plot(frame["step"], frame[key], color=ink, linewidth=0.6, alpha=0.3)
+        frame[key] = gaussian_smooth(frame[key], sigma)
     axes.plot(frame["step"], frame[key], color=ink, linestyle=dashes, linewidth=1.8 if dashes == "-" else 1.2)
     return frame[key].iloc[-1]
 
 
 def plot_losses(
-    report: dict,  # see `read_report`; losses: "arm/stage" → rows
+    report: dict,                 # see `read_report`; losses: "arm/stage" → rows
+    sigma: float | None = None,   # of the smoothing, in steps; None = a hundredth of a run of a hundred steps or more
 ) -> Figure:
     "Training losses, a panel a stage; InfoNCE in nats per query, reconstruction (and its two directions) in nats per token."
     losses = {key: rows for key, rows in report.get("losses", {}).items() if rows}
@@ -338,11 +373,11 @@ def plot_losses(
                 arm, _, name = key.rpartition("/")
                 if name != stage:
                     continue
-                ink, window = colour(arm, report["arms"]), max(1, len(rows) // 50)
+                ink, width = colour(arm, report["arms"]), (len(rows) // 100 if sigma is None else sigma)
                 parts = [("q2d", "--", "Q2D"), ("d2q", ":", "D2Q")] if "q2d" in rows[0] else []
                 unit = "token" if parts else unit
-                labels += [(_draw_loss(axes, rows, "loss", ink, window=window), arm, ink, True)]
-                labels += [(_draw_loss(axes, rows, k, ink, dashes, window), text, ink, False) for k, dashes, text in parts]
+                labels += [(_draw_loss(axes, rows, "loss", ink, sigma=width), arm, ink, True)]
+                labels += [(_draw_loss(axes, rows, k, ink, dashes, width), text, ink, False) for k, dashes, text in parts]
             axes.set(title=f"{stage} ({'reconstruction' if unit == 'token' else 'InfoNCE'})", ylabel=f"loss (nats per {unit})")
             whole_steps(axes, "step")
             end_labels(axes, labels)
