@@ -324,6 +324,8 @@ def model_meta(
     "What mteb keeps of a model; its results lie under the name `anchor_embedding/NAME` and the revision."
     from mteb.models import ModelMeta
 
+    unusual = {} if prompts == "paper" else {"prompts": prompts}
+    unusual |= {"max_length": max_length} if max_length not in (None, MAX_LENGTH) else {}
     parameters = {id(p): p for p in embedder.decoder.parameters()}.values()
     bytes_ = sum(p.numel() * p.element_size() for p in parameters)
     return ModelMeta(
@@ -332,7 +334,7 @@ def model_meta(
         memory_usage_mb=round(bytes_ / 2**20), max_tokens=max_length or embedder.tokenizer.max_length, embed_dim=embedder.dimension, license=None,
         open_weights=None, public_training_code=None, public_training_data=None, framework=["PyTorch", "Transformers"],
         similarity_fn_name="cosine", use_instructions=prompts != "none", training_datasets=training, adapted_from=base,
-        experiment_kwargs=None if prompts == "paper" else {"prompts": prompts},
+        experiment_kwargs=unusual or None,
     )  # fmt: skip
 
 # %% ../nbs/57_benchmark.ipynb #58d4f8f6
@@ -448,10 +450,9 @@ def run_task(
 
     began, local = time.perf_counter(), hasattr(task, "folder")
     options = {"encode_kwargs": {"batch_size": 512, "show_progress_bar": False}, "show_progress_bar": False, "co2_tracker": False}
-    kept = None if results is None else mteb.ResultCache(results)
-    again = "always" if local else "only-missing"  # mteb's cache does not look at the data
+    kept = None if results is None else mteb.ResultCache(results)  # which looks neither at the data nor at how texts are cut
     with _own_ways():
-        result = mteb.evaluate(encoder, task, cache=kept, overwrite_strategy=again, **options).task_results[0]
+        result = mteb.evaluate(encoder, task, cache=kept, overwrite_strategy="always", **options).task_results[0]
         main = float(result.get_score())
     if not math.isfinite(main):
         raise InputError(f"{task.metadata.name}: the score is {main}; are all vectors or all gold values the same?")
@@ -621,7 +622,8 @@ def evaluate(
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else _resolved(model)
-    name = (name or model_name(model)) + ("" if check_prompts(prompts) == "paper" else f"-{prompts}")
+    unusual = [check_prompts(prompts)] * (prompts != "paper") + [str(max_length)] * (max_length != MAX_LENGTH)
+    name = "-".join([name or model_name(model), *unusual])
     about = {"revision": model_revision(source), "prompts": prompts, "dtype": dtype, "max_length": max_length}
     with _claimed(Path(out) / name):
         file = ScoresFile(Path(out) / name / "scores.json", name, about)

@@ -212,6 +212,16 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
     assert len(said) == 1 and said[0].startswith("STSBenchmark") and entry["Pairs"] == first["tasks"]["Pairs"]
 
 
+def test_another_length_is_another_score(saved, quick):
+    whole = evaluate(saved, **quick, say=lambda text: None)
+    cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)  # the instruction and a few tokens of the text
+    assert (whole["model"], cut["model"]) == (saved.name, f"{saved.name}-56")
+    assert cut["tasks"]["Pairs"]["main_score"] != whole["tasks"]["Pairs"]["main_score"]
+    assert cut["about"]["max_length"] == 56 and evaluate(saved, **quick, say=lambda text: None) == whole
+    short = evaluate(saved, **quick, max_length=8, say=lambda text: None)
+    assert "leaves no room behind this instruction" in short["errors"]["Pairs"]
+
+
 def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated):
     first = evaluate(saved, **quick, say=lambda text: None)
     tiny(seed=5).save_pretrained(tmp_path / saved.name)
