@@ -124,8 +124,7 @@ def evaluate(args: argparse.Namespace) -> None:
     "Score models on tasks of MTEB, by mteb itself."
     from anchor_embedding.benchmark import evaluate_models, scores_table, table_markdown
 
-    options = {"data_dir": args.data_dir, "prompts": args.prompts, "dtype": args.dtype}
-    found = evaluate_models(args.models, args.tasks, args.out, say=_say, **options)
+    found = evaluate_models(args.models, _tasks(args), args.out, say=_say, **_scoring(args))
     print(table_markdown(scores_table(found)))
     _say(f"{args.out}: scores.json of each model, and mteb's own result files")
     _fail_for(found)
@@ -136,9 +135,18 @@ def sweep(args: argparse.Namespace) -> None:
     from anchor_embedding.benchmark import scores_table, table_markdown
     from anchor_embedding.benchmark import sweep as sweep_run
 
-    found = sweep_run(args.run_folder, args.every, args.tasks, args.data_dir, prompts=args.prompts, dtype=args.dtype, say=_say)
+    found = sweep_run(args.run_folder, args.every, _tasks(args), say=_say, **_scoring(args))
     print(table_markdown(scores_table(found)))
     _fail_for(found)
+
+
+def _tasks(args) -> str | None:
+    "The tasks that are asked for; all of a folder, or the paper's fifteen, where none are."
+    return args.tasks or (None if args.data_dir else "subset15")
+
+
+def _scoring(args) -> dict:
+    return {"data_dir": args.data_dir, "prompts": args.prompts, "dtype": args.dtype, "max_length": args.max_length}
 
 
 def _fail_for(found: list[dict]) -> None:
@@ -230,8 +238,9 @@ def _scoring_commands(commands) -> None:
     swept.add_argument("run_folder", type=Path, metavar="RUN", help="a run folder")
     swept.add_argument("--every", type=int, default=0, metavar="N", help="steps between checkpoints that are scored; 0 = all there are")
     for words in (scored, swept):
-        words.add_argument("--tasks", default="subset15", help="a set (subset15, NanoBEIR, a benchmark's name) or names, with commas")
+        words.add_argument("--tasks", help="a set (subset15, NanoBEIR, a benchmark) or names, with commas (default: all of DIR, else subset15)")
         words.add_argument("--data-dir", type=Path, metavar="DIR", help="tasks as plain files; without it they come from the hub")
+        words.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text (default: 512)")
         words.add_argument("--prompts", choices=("paper", "mteb", "as_released", "none"), default="paper")
         words.add_argument("--dtype", **_DTYPE)
     scored.add_argument("--out", type=Path, default=Path("evaluations"), metavar="DIR", help="for scores (default: evaluations)")

@@ -165,7 +165,8 @@ def make_data(
     if untold:
         warnings.warn(f"no instruction for {', '.join(untold)} in instructions = {recipe.instructions!r}", stacklevel=2)
     digits = examples.fingerprint if stored else fingerprint(examples)
-    source = {**(source or {}), "pairs": len(examples), "fingerprint": digits, "left_out": plan.left_out}
+    sizes = {name: len(rows) for name, rows in plan.rows.items()}
+    source = {**(source or {}), "pairs": len(examples), "datasets": sizes, "left_out": plan.left_out, "fingerprint": digits}
     hard_negatives = recipe.objective_settings().get("hard_negatives", 0)
     tokenizer = _training_tokenizer(recipe, tokenizer)
     return TrainingData(examples, plan, tokenizer, instructions, hard_negatives, source, balanced=not recipe.negatives_pool)
