@@ -155,7 +155,7 @@ def _fail_for(found: list[dict]) -> None:
     if failed:
         raise InputError(f"{len(failed)} failed; {failed[0]}")
 
-
+# %% ../nbs/70_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
     "Scores beside the paper's, by task and category."
     from anchor_embedding.paper import compare as compare_with_paper
