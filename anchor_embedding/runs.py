@@ -28,7 +28,7 @@ from .processes import as_slice_of, is_sharded, own_parameters, whole_tensors
 from .recipe import Recipe
 
 # %% ../nbs/43_runs.ipynb #5608c211
-_ASIDE = re.compile(r"\.(step-\d{6}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.\w+")
+_ASIDE = re.compile(r"\.(step-\d{6}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.(old\.)?\w+")
 
 
 class RunFolder:

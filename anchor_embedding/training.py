@@ -43,11 +43,10 @@ from anchor_embedding.decoder import (
     choose_dtype,
     compile_layers,
     load_decoder,
-    load_tokenizer,
     merge_lora,
 )
 from .docstrings import docstring_pairs
-from .embedder import Embedder, read_settings, write_embedder
+from .embedder import Embedder, read_settings, read_tokenizer, write_embedder
 from .errors import InputError, Stopped
 from .files import write_text
 from .packing import attention_kernel
@@ -177,7 +176,7 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
-    return TextTokenizer(load_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    return TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
 
 # %% ../nbs/45_training.ipynb #211983a3
 def prepare_embedder(
@@ -442,7 +441,8 @@ def negatives_pool(recipe: Recipe) -> str:
     if recipe.objective != "contrastive":
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
-    return f"{pairs - 1} in-batch positives and up to {pairs * recipe.hard_negatives} hard negatives for every query"
+    hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
+    return f"{pairs - 1} in-batch positives{hard} for every query"
 
 
 def write_card(run: Training) -> str:

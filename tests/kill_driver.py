@@ -14,7 +14,7 @@ import time
 import traceback
 
 import peft  # noqa: F401
-import transformers.models.llama.modeling_llama
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 import anchor_embedding.pipeline  # noqa: F401
 from anchor_embedding.cli import main

@@ -25,7 +25,7 @@ STAGES = {
     "reconstruction": {"objective": "reconstruction", "learning_rate": 3e-3},
     "contrastive": {"objective": "contrastive", "learning_rate": 1e-2, "token_budget": 100},
 }
-TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8}}  # with dropout
+TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.5}}
 # the optimizer is called once a step, whatever else training does
 AT_STEP = """
 import itertools, os, torch
@@ -183,9 +183,23 @@ def test_killed_at_every_file_operation(prepare, stage, tuning):
     print(f"{stage}, {tuning}: killed at each of {whole.operations} file operations")
 
 
-def test_remains_of_a_killed_save_are_removed(prepare):
+@pytest.mark.slow
+def test_killed_while_the_result_is_replaced(prepare):
+    """A finished run that is started again writes `final` again."""
     run, whole = prepare("reconstruction")
-    assert run(action="write", only=".step-000004", count=1, bytes=20_000) == -signal.SIGXFSZ
+    assert run() == 0, run.log
+    for count in itertools.count(1):
+        if run(action="kill", only="final", count=count) == 0:
+            break
+        assert run() == 0, run.log
+        check_same(run, whole)
+    assert count > 5
+
+
+@pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
+def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
+    run, whole = prepare(stage, tuning)
+    assert run(action="kill", only=".step-000004", count=3) == -signal.SIGKILL
     assert run.checkpoints() == [2] and any(name.startswith(".step-000004.") for name in run.hidden())
     assert run() == 0, run.log
     check_same(run, whole)
