@@ -538,7 +538,8 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}
         loaded.mteb_model_meta = meta
     device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
-    return meta, more | {"device": device, "trained_on": None if training is None else sorted(training)}
+    recipe = {"recipe": cards[0]["recipe"]} if cards else {}
+    return meta, more | recipe | {"device": device, "trained_on": None if training is None else sorted(training)}
 
 
 def _reason(error: Exception, task) -> str:

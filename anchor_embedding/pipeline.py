@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOSS_KEYS', 'SplitPairs', 'split_pairs', 'run_arm', 'claim_folder', 'collect', 'example_searches', 'run_pipeline',
-           'untouched', 'report_card']
+           'remembering', 'all_ranks', 'untouched', 'report_card']
 
 # %% ../nbs/65_pipeline.ipynb #15b85256
 import json
@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from . import __version__
 from .data import Example, read_examples
 from .docstrings import docstring_pairs
 from .embedder import Embedder
 from .errors import InputError
-from .evaluation import HeldoutRetrieval
+from .evaluation import HeldoutRetrieval, bm25_scores, pessimistic_ranks, retrieval_ranks
 from .files import write_text
 from .recipe import Pipeline, load_recipe
 from .report import findings, headline, html_report, read_metrics, results_table
@@ -123,10 +125,10 @@ def collect(pipeline: Pipeline, folders: dict[str, dict[str, Path]]) -> dict:
     return {"arms": arms, "losses": losses, "timing": seconds, "tokens_per_second": round(tokens / trained, 1)}
 
 
-def example_searches(heldout: HeldoutRetrieval, models: dict[str, Embedder], num: int = 5, seed: int = 0) -> list[dict]:
+def example_searches(heldout: HeldoutRetrieval, models: dict[str, Callable], num: int = 5, seed: int = 0) -> list[dict]:
     "A few held-out queries with the three best hits of every model and of BM25."
     which = random.Random(seed).sample(range(len(heldout.queries)), min(num, len(heldout.queries)))
-    hits = {name: heldout.searches(which, model.encode) for name, model in models.items()} | {"bm25": heldout.searches(which)}
+    hits = {name: heldout.searches(which, model) for name, model in models.items()} | {"bm25": heldout.searches(which)}
     return [
         {
             "query": heldout.queries[i],
@@ -164,9 +166,10 @@ def run_pipeline(
     folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
     report = {"name": pipeline.name, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__}
     report |= collect(pipeline, folders)
-    models = {arm: Embedder.from_pretrained(out / arm) for arm in pipeline.arms}
+    models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}
     report |= {"base": untouched(pipeline, base.path, report, evaluate), "bm25": heldout.bm25()}
     report["examples"] = example_searches(heldout, models)
+    report["ranks"] = {name: ranks.tolist() for name, ranks in all_ranks(heldout, models).items()}
     report["card"] = report_card(pipeline, pairs, folders, base.source)
     report["timing"] = timing | report["timing"]
     report["seconds"] = round(time.perf_counter() - began, 1)
@@ -175,6 +178,25 @@ def run_pipeline(
     html_report(report, out / "report.html")
     say(f"{headline(report)}\n{results_table(report).round(3).to_string()}\nreport: {out / 'report.html'}")
     return report
+
+# %% ../nbs/65_pipeline.ipynb #b02a1072
+def remembering(encode: Callable) -> Callable:  # texts → (n, d)
+    "`encode`, but every text only once."
+    known = {}
+
+    def encode_new(texts):
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        known.update(zip(new, encode(new), strict=True) if new else ())
+        return np.stack([known[text] for text in texts])
+
+    return encode_new
+
+
+def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[str, np.ndarray]:
+    "For every model and BM25, the rank of each held-out query's document: what a paired comparison needs."
+    queries, documents, relevant = heldout.queries, heldout.documents, heldout.relevant
+    ranks = {name: retrieval_ranks(encode(queries), encode(documents), relevant) for name, encode in models.items()}
+    return ranks | {"bm25": pessimistic_ranks(bm25_scores(queries, documents), relevant)}
 
 # %% ../nbs/65_pipeline.ipynb #93755abe
 def untouched(pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[Embedder], dict]) -> dict:
