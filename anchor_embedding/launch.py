@@ -200,7 +200,8 @@ def last_words(lines: Sequence[str], most: int = 30) -> list[str]:
     aside = r"^Exception ignored in.*\n(?:Traceback .*\n(?:[ \t].*\n)*.*\n)?"
     lines = re.sub(aside, "", "".join(line + "\n" for line in lines), flags=re.MULTILINE).splitlines()
     begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return lines[begins[0] :][-most:] if begins else lines[-10:]
+    words = lines[begins[0] :] if begins else lines[-10:]
+    return words if len(words) <= most else [words[0], "  …", *words[2 - most :]]
 
 
 def worker_error(worker: Worker, code: int) -> InputError | WorkerError:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ def run_arm(
     for recipe, folder in zip(pipeline.arm(arm), folders.values(), strict=True):
         if not (out / arm).exists() and not (folder / "final").exists():
             recipe = recipe.replace(name=folder.name, base=str(base))
+            if (folder / "recipe.toml").exists() and (folder / "recipe.toml").read_text() != recipe.to_toml():
+                shutil.rmtree(folder)  # begun under another path: its base is elsewhere
             evaluation = evaluate if recipe.eval_every else None
             train(recipe, folder, pairs.train, evaluation, resume=True, progress=progress, say=say)
         base = folder / "final"

@@ -65,12 +65,17 @@ def quiet(text):
     pass
 
 
+def hear_interrupts():
+    """A process that was started in the background of a shell ignores SIGINT, and so would all its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(recipe, folder, **settings):
     """A watcher in a process of its own."""
     recipe.save(folder / "wanted.toml")
     options = json.dumps({"nproc": 2, "out": str(folder / "run"), **settings})
     command = [sys.executable, "-c", START, str(folder / "wanted.toml"), options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_interrupts)
 
 
 def steps(folder):
@@ -102,12 +107,13 @@ def alive(processes):
 ])  # fmt: skip
 def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
     fault(monkeypatch, code)
+    before = set(psutil.Process().children(recursive=True))  # of other tests
     with pytest.raises(error) as caught:
         launch(recipe, 2, tmp_path / "run", say=quiet)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert not any(word in message for word in ("elastic", "ChildFailedError", "gloo", "anchor: "))
-    assert alive(psutil.Process().children(recursive=True)) == []
+    assert alive(set(psutil.Process().children(recursive=True)) - before) == []
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
