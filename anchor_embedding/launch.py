@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,12 @@ def check_processes(nproc: int, nodes: int, node_rank: int, rendezvous: str | No
             raise InputError(f"nproc is {nproc}, but there are {found} accelerators here; give at most {found}")
     if nodes > 1 and not re.fullmatch(r".+:\d+", rendezvous or ""):
         raise InputError(f"rendezvous is {rendezvous!r}; with several nodes give HOST:PORT of the node with rank 0, the same on each")
+    if nodes > 1:
+        host = rendezvous.rpartition(":")[0]
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            raise InputError(f"rendezvous: no host is called {host!r}; give the address of the node with rank 0") from None
     if "LOCAL_RANK" in os.environ:
         raise InputError("this process was started by torchrun or the like, and would start more; use one of the two")
 
