@@ -288,6 +288,10 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
         raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {accelerator.num_processes} processes")
     if accelerator.num_processes > 1:
         leave_group_at_exit()
+        given = [None] * accelerator.num_processes
+        torch.distributed.all_gather_object(given, recipe.to_toml())
+        if len(set(given)) > 1:
+            raise InputError("the processes were given different settings; start all nodes with the same recipe and the same --set")
     return accelerator
 
 
