@@ -139,6 +139,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/benchmark.py'),
                                             'anchor_embedding.benchmark._versions': ( 'benchmark.html#_versions',
                                                                                       'anchor_embedding/benchmark.py'),
+                                            'anchor_embedding.benchmark._without_folders': ( 'benchmark.html#_without_folders',
+                                                                                             'anchor_embedding/benchmark.py'),
                                             'anchor_embedding.benchmark.check_vectors': ( 'benchmark.html#check_vectors',
                                                                                           'anchor_embedding/benchmark.py'),
                                             'anchor_embedding.benchmark.encode_on': ( 'benchmark.html#encode_on',

@@ -524,6 +524,11 @@ class ScoresFile:
         return self.scores | picked
 
 # %% ../nbs/57_benchmark.ipynb #908c8e6d
+def _without_folders(recipe: dict) -> dict:
+    "A recipe for others to read: what lies in a folder of this machine goes by its name."
+    return recipe | {key: Path(recipe[key]).name for key in ("base", "data") if Path(recipe[key]).is_absolute()}
+
+
 def _describe(loaded, source: str | Embedder, name: str, about: dict):
     "What mteb is told of a loaded model, and what `about` says of it beyond its identity."
     cards = [] if isinstance(source, Embedder) else _cards(Path(source))
@@ -538,7 +543,7 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}
         loaded.mteb_model_meta = meta
     device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
-    recipe = {"recipe": cards[0]["recipe"]} if cards else {}
+    recipe = {"recipe": _without_folders(cards[0]["recipe"])} if cards else {}
     return meta, more | recipe | {"device": device, "trained_on": None if training is None else sorted(training)}
 
 

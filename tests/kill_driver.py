@@ -5,6 +5,7 @@ happen to it: `delay` (seconds until kill -9) or an `action` at the `count`-th f
 contains `only`. `before` is code that is run first. Started by test_kill.py.
 """
 
+import importlib
 import json
 import os
 import resource
@@ -13,11 +14,11 @@ import sys
 import time
 import traceback
 
-import peft  # noqa: F401
-import transformers.models.llama.modeling_llama  # noqa: F401
-
-import anchor_embedding.pipeline  # noqa: F401
 from anchor_embedding.cli import main
+
+# what a run would import by itself, brought in before the processes of the tasks are forked off
+for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embedding.training"):
+    importlib.import_module(name)
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 

@@ -167,3 +167,10 @@ def test_readme_and_sidebar_follow_the_notebooks():
     listed = re.findall(r"^ +- ([\w/]+\.ipynb)$", (ROOT / "_quarto.yml").read_text("utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "nbs")) for path in find_notebooks(ROOT / "nbs"))
     assert os.path.samefile(ROOT / "nbs" / "_quarto.yml", ROOT / "_quarto.yml")
+
+
+def test_results_name_no_folder_of_a_machine():
+    """Committed result files say what ran, not where on somebody's disk it lay."""
+    files = sorted((ROOT / "nbs" / "results").glob("*.json"))
+    found = [f"{f.name}: {m[0]}" for f in files for m in re.finditer(r'"/(?:root|home|tmp|work|Users|mnt)/[^"]*', f.read_text("utf-8"))]
+    assert files and found == []
