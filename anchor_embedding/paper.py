@@ -440,16 +440,18 @@ def paper_early_stage(
 
 
 def early_scores(
-    runs: dict[str, list[dict]],  # arm → the lines of its evals.jsonl
-) -> dict[str, pd.DataFrame]:  # task → points, steps × arms; held-out nDCG@10 as HELDOUT
+    runs: dict[str, list[dict] | list[list[dict]]],  # arm → the lines of its evals.jsonl, or those of each of its seeds
+) -> dict[str, pd.DataFrame]:  # task → points, steps × arms, or (step, run) × arms where an arm has seeds; held-out nDCG@10 as HELDOUT
     "Scores of every task over the steps of the arms; a later line for the same step counts."
     table = {}
-    for arm, lines in runs.items():
-        for line in lines:
-            task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
-            if score is not None:
-                table.setdefault(task, {}).setdefault(arm, {})[line["step"]] = 100 * score
-    return {task: pd.DataFrame(arms).rename_axis("step").sort_index() for task, arms in table.items()}
+    seeds = {arm: lines if lines and isinstance(lines[0], list) else [lines] for arm, lines in runs.items()}
+    for arm, number, line in ((arm, number, line) for arm in seeds for number, lines in enumerate(seeds[arm]) for line in lines):
+        task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
+        if score is not None:
+            table.setdefault(task, {}).setdefault(arm, {})[line["step"], number] = 100 * score
+    frames = {task: pd.DataFrame(arms).rename_axis(["step", "run"]).sort_index() for task, arms in table.items()}
+    one = all(len(lines) == 1 for lines in seeds.values())
+    return {task: frame.droplevel("run") if one else frame for task, frame in frames.items()}
 
 
 def mean_over_tasks(
@@ -467,19 +469,23 @@ def mean_over_tasks(
 # %% ../nbs/62_paper.ipynb #425a5c7e
 def draw_arms(
     axes,                  # matplotlib axes
-    curves: pd.DataFrame,  # index: x; a column an arm
+    curves: pd.DataFrame,  # index: x, or x and run; a column an arm
     label: str,            # of the x axis
 ) -> None:
-    "A line an arm, in its colour, with its name at its end; within `style()`."
+    "A line an arm, in its colour, with its name at its end; the mean of several runs over the band they span; within `style()`."
     names = {"only_q2d": "only Q2D", "only_d2q": "only D2Q"}
+    steps = curves.groupby(level=0)
+    mean, least, most = steps.mean(), steps.min(), steps.max()
     for arm in curves:
-        column = curves[arm].dropna()
-        axes.plot(column.index, column, color=colour(arm, curves.columns), marker=MARKERS.get(arm, "D"))
+        column, ink = mean[arm].dropna(), colour(arm, curves.columns)
+        axes.plot(column.index, column, color=ink, marker=MARKERS.get(arm, "D"))
+        if curves.index.nlevels > 1:
+            axes.fill_between(column.index, least[arm][column.index], most[arm][column.index], color=ink, alpha=0.15, linewidth=0)
     whole_steps(axes, label)
-    if len(curves) <= 8:
-        axes.set_xticks(curves.index)
+    if len(mean) <= 8:
+        axes.set_xticks(mean.index)
     axes.margins(y=0.08 + 0.04 * len(curves.columns))
-    ends = [(curves[arm].dropna().iloc[-1], names.get(arm, arm), colour(arm, curves.columns), True) for arm in curves]
+    ends = [(mean[arm].dropna().iloc[-1], names.get(arm, arm), colour(arm, curves.columns), True) for arm in curves]
     end_labels(axes, ends)
 
 
