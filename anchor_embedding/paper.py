@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'CATEGORIES', 'HELDOUT', 'SETTINGS', 'paper_table', 'paper_tasks', 'paper_scores', 'paper_averages',
-           'gather_scores', 'Comparison', 'comparison_rows', 'compare', 'paper_early_stage', 'early_scores',
-           'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars', 'plot_stages', 'plot_alpha',
-           'plot_categories']
+           'gather_scores', 'Comparison', 'comparison_rows', 'query_differences', 'compare', 'paper_early_stage',
+           'early_scores', 'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars', 'plot_stages',
+           'plot_alpha', 'plot_categories']
 
 # %% ../nbs/62_paper.ipynb #27971fa1
 import html
@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +27,7 @@ from matplotlib.figure import Figure
 from .errors import InputError
 from .files import write_text
 from .report import COLOURS, CSS, INK, MARKERS, colour, end_labels, new_figure, style, whole_steps
+from .significance import paired_bootstrap
 
 # %% ../nbs/62_paper.ipynb #11b30546
 TABLES = {
@@ -104,17 +106,22 @@ def _score_files(path) -> list[Path]:
     return [file for file in found if not is_step(file) or last[file.parent.parent] == file]
 
 
-def _read_scores(
-    path,  # a scores.json
-) -> dict:  # model, about, tasks
-    "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
+def _json(path: Path):
+    "The content of a JSON file; InputError when it cannot be read."
     try:
-        scores = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e:
         raise InputError(f"{path}: not JSON ({e}); evaluate the model again") from None
-    return _checked_scores(scores, path)
+
+
+def _read_scores(
+    path,  # a scores.json
+) -> dict:  # model, about, tasks, and queries where a queries.json lies beside it
+    "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
+    scores, beside = _checked_scores(_json(Path(path)), path), Path(path).with_name("queries.json")
+    return scores | ({"queries": _json(beside)} if beside.is_file() else {})
 
 
 def _checked_scores(scores, where) -> dict:
@@ -283,6 +290,41 @@ def _remarks(groups) -> tuple[str, ...]:
     return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
 
 
+def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
+    "Task → the figures of the queries that two runs have in common, in points, where both have the same queries."
+    found = {}
+    for task in one.get("queries", {}).keys() & other.get("queries", {}).keys():
+        sides = [run["queries"][task] for run in (one, other)]
+        current = all(side["key"] == run["tasks"].get(task, {}).get("key") for side, run in zip(sides, (one, other), strict=True))
+        if current and sides[0]["scores"].keys() == sides[1]["scores"].keys() and len(sides[0]["scores"]) > 1:
+            found[task] = tuple([100 * side["scores"][query] for query in sides[0]["scores"]] for side in sides)
+    return dict(sorted(found.items()))
+
+
+def query_differences(
+    scores,  # see `gather_scores`; of models with one run each
+) -> pd.DataFrame:  # model, than, task, points, low, high, p, queries, verdict
+    "Every two models on every task whose queries both have: a paired bootstrap over the queries (`significance`)."
+    alone = [(label, runs[0]) for label, runs in gather_scores(scores).items() if len(runs) == 1]
+    rows = []
+    for (than, other), (model, one) in combinations(alone, 2):
+        for task, (a, b) in _of_both(one, other).items():
+            d = paired_bootstrap(a, b)
+            rows.append([model, than, task, d.difference, d.low, d.high, d.p, d.queries, d.verdict])
+    return pd.DataFrame(rows, columns=["model", "than", "task", "points", "low", "high", "p", "queries", "verdict"])
+
+
+def _sure(scores) -> tuple[str, ...]:
+    "The differences between ours, a sentence for every two models."
+    verdicts = {"ahead": "", "behind": "", "level": " (not distinguishable)"}
+    found = query_differences(scores)
+    lines = []
+    for (model, than), rows in found.groupby(["model", "than"], sort=False):
+        parts = [f"{r.task} {r.points:+.2f} [{r.low:+.2f}, {r.high:+.2f}], {r.queries:,} queries{verdicts[r.verdict]}" for r in rows.itertuples()]
+        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(parts)}".replace("-", "−"))
+    return tuple(lines)
+
+
 def compare(
     scores,                                   # see `gather_scores`: files, folders, run folders, or {label: …}
     paper: str = "Llama-3.2-1B-Instruct",     # the paper's base model
@@ -296,7 +338,7 @@ def compare(
         raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
     groups = gather_scores(scores)
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, _remarks(groups), mark)
+    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_remarks(groups)), mark)
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
