@@ -459,7 +459,7 @@ def _each_query(task) -> Iterator[dict[str, float]]:
     finally:
         task.task_specific_scores = own
 
-
+# %% ../nbs/57_benchmark.ipynb #03e04dd5
 def run_task(
     encoder,  # mteb's EncoderProtocol
     task,  # mteb's task object

@@ -123,7 +123,7 @@ def _read_scores(
     scores, beside = _checked_scores(_json(Path(path)), path), Path(path).with_name("queries.json")
     return scores | ({"queries": _json(beside)} if beside.is_file() else {})
 
-
+# %% ../nbs/62_paper.ipynb #df4bfd0d
 def _checked_scores(scores, where) -> dict:
     "The same scores, if they are well formed."
     if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not scores["tasks"]:
@@ -487,7 +487,7 @@ def early_scores(
     "Scores of every task over the steps of the arms; a later line for the same step counts."
     table = {}
     seeds = {arm: lines if lines and isinstance(lines[0], list) else [lines] for arm, lines in runs.items()}
-    for arm, number, line in ((arm, number, line) for arm in seeds for number, lines in enumerate(seeds[arm]) for line in lines):
+    for arm, number, line in ((a, number, line) for a in seeds for number, lines in enumerate(seeds[a]) for line in lines):
         task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
         if score is not None:
             table.setdefault(task, {}).setdefault(arm, {})[line["step"], number] = 100 * score
