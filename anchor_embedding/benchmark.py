@@ -499,7 +499,7 @@ def _done_key(task, about: dict) -> str:
     parts = [about[key] for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
-
+# %% ../nbs/57_benchmark.ipynb #460d2c93
 QUERIES = "queries.json"
 
 

@@ -289,7 +289,7 @@ def _remarks(groups) -> tuple[str, ...]:
     failed = {f"Failed here, {task}: {reason}": None for run in runs for task, reason in run.get("errors", {}).items()}
     return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
 
-
+# %% ../nbs/62_paper.ipynb #25dae86d
 def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
     "Task → the figures of the queries that two runs have in common, in points, where both have the same queries."
     found = {}
@@ -300,7 +300,7 @@ def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]
             found[task] = tuple([100 * side["scores"][query] for query in sides[0]["scores"]] for side in sides)
     return dict(sorted(found.items()))
 
-
+# %% ../nbs/62_paper.ipynb #6aba6c29
 def query_differences(
     scores,  # see `gather_scores`; of models with one run each
 ) -> pd.DataFrame:  # model, than, task, points, low, high, p, queries, verdict
