@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'find_instructions', 'make_data', 'prepare_tokenizer',
            'prepare_embedder', 'device_name', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
-           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'update_weights', 'train',
-           'negatives_pool', 'write_card', 'finish', 'dry_run']
+           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'prepare', 'update_weights',
+           'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -312,20 +312,11 @@ class Training:
         self.recipe, self.world, self.rank = recipe, self.accelerator.num_processes, self.accelerator.process_index
         self.main, self.say = self.rank == 0, say if self.rank == 0 else lambda text: None
         self.folder = RunFolder(out, self.main)
-        if self.main:
-            self.folder.start(recipe, resume)
-            prune_checkpoints(self.folder, recipe.keep_checkpoints)
-        self.accelerator.wait_for_everyone()
-        self.first = self.saved = max(self.folder.checkpoints(), default=0) if resume else 0
-        start = self.folder.checkpoint(self.first) if self.first else None
-        given = examples, {"data": "given by the caller"}
-        examples, source = load_examples(recipe, self.say, None if self.main else False) if examples is None else given
-        self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
-        self.decoder, self.objective = self.embedder.decoder, make_objective(recipe, self.embedder.tokenizer)
-        self.parameters = count_parameters(self.decoder)
-        self.data = make_data(recipe, self.embedder.tokenizer, examples, source)
-        self.model = wrap(recipe, self.decoder, self.accelerator)
-        self.optimizer = make_optimizer(recipe, self.decoder, start)
+        try:
+            prepare(self, examples, resume)
+        except BaseException:
+            self.folder.release()
+            raise
 
     def step(self, step: int) -> dict:
         "One optimizer step; returns dataset, loss terms, learning rate, gradient norm, tokens and seconds."
@@ -338,6 +329,25 @@ class Training:
         tokens = global_sum(self.accelerator, torch.tensor([batch.num_tokens], device=self.accelerator.device))
         seconds = round(time.perf_counter() - began, 4)
         return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
+
+# %% ../nbs/45_training.ipynb #8aab21da
+def prepare(run: Training, examples: Sequence[Example] | None, resume: bool) -> None:
+    "Fill a run: folder, data, model, objective and optimizer. Raises `InputError`."
+    recipe = run.recipe
+    if run.main:
+        run.folder.start(recipe, resume)
+        prune_checkpoints(run.folder, recipe.keep_checkpoints)
+    run.accelerator.wait_for_everyone()
+    run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
+    start = run.folder.checkpoint(run.first) if run.first else None
+    given = examples, {"data": "given by the caller"}
+    examples, source = load_examples(recipe, run.say, None if run.main else False) if examples is None else given
+    run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
+    run.decoder, run.objective = run.embedder.decoder, make_objective(recipe, run.embedder.tokenizer)
+    run.parameters = count_parameters(run.decoder)
+    run.data = make_data(recipe, run.embedder.tokenizer, examples, source)
+    run.model = wrap(recipe, run.decoder, run.accelerator)
+    run.optimizer = make_optimizer(recipe, run.decoder, start)
 
 # %% ../nbs/45_training.ipynb #e3855702
 def update_weights(run: Training, step: int) -> dict[str, float]:  # learning rate and gradient norm
@@ -415,13 +425,14 @@ def train(
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
     "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
     run = Training(recipe, out, examples, resume, say)
-    run.say(f"{recipe.name}: {write_card(run)}")
     shown = progress if run.main else False
     try:
+        run.say(f"{recipe.name}: {write_card(run)}")
         with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
             _loop(run, evaluate, stop, bar)
         return finish(run)
     finally:
+        run.folder.release()
         for tracker in run.accelerator.trackers:
             tracker.finish()
 

@@ -20,6 +20,7 @@ from anchor_embedding.errors import InputError
 from anchor_embedding.launch import WorkerError, launch
 from anchor_embedding.recipe import Recipe
 from anchor_embedding.testing import PROSE
+from anchor_embedding.training import train
 
 WORDS = PROSE.split()
 # python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every step
@@ -133,6 +134,22 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     with pytest.raises(InputError, match="cannot write"):
         launch(recipe, 2, tmp_path / "file", say=quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
+    """A second run in the same folder is told which process has it; when that one is killed, the next goes on."""
+    fault(monkeypatch, "time.sleep(600)", rank="none", step=4)
+    running = started(recipe, tmp_path, nproc=1)
+    wait_until(lambda: len(steps(tmp_path)) == 3)
+    (process,) = psutil.Process(running.pid).children()
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"is in use by process {process.pid} on"):
+            train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert steps(tmp_path) == [1, 2, 3]
+    process.kill()
+    assert running.wait(20) != 0
+    train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and not list((tmp_path / "run").glob(".*"))
 
 
 # ---- ends -----------------------------------------------------------------------------------------------------------
