@@ -89,7 +89,6 @@ def run_worker(
 ) -> None:
     "One process of a launched run: the command `anchor`, which ends when its watcher does."
     orphaned = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until training has its own answer
     threading.Thread(target=_end_with_watcher, args=(lifeline, grace, orphaned), daemon=True).start()
     try:
         from anchor_embedding.cli import main
@@ -104,8 +103,9 @@ def _end_with_watcher(lifeline: int, grace: float, orphaned: threading.Event) ->
     "Wait for the end of the pipe; then SIGTERM to this process and, after `grace` seconds, SIGKILL to its group."
     os.read(lifeline, 1)
     orphaned.set()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace)
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # training will answer
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
     os.killpg(0, signal.SIGKILL)
 
 # %% ../nbs/47_launch.ipynb #06185903

@@ -256,6 +256,21 @@ def free_port():
             return port
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_before_the_processes_have_met(tmp_path, recipe, number):
+    """A process that waits inside torch for a node that says nothing ends at once, not after the time it would have to save."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        watcher = started(recipe, tmp_path, nproc=1, nodes=2, node_rank=1, rendezvous=place)
+        silent.settimeout(60)
+        with silent.accept()[0]:
+            processes = psutil.Process(watcher.pid).children()
+            watcher.send_signal(number)
+            wait_until(lambda: not alive(processes), seconds=20)
+            watcher.communicate(timeout=20)
+    assert len(processes) == 1
+
+
 @pytest.mark.slow
 def test_two_nodes(tmp_path, recipe):
     """Two watchers on one machine, a process each, make one run."""
