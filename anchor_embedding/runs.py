@@ -107,15 +107,16 @@ class RunFolder:
 def make_ready(run: RunFolder, recipe: Recipe, resume: bool) -> None:
     "Write the recipe, remove what a killed run has left; raises `InputError` when another run lies there."
     kept = run.path / "recipe.toml"
-    if kept.exists() and not resume:
+    begun = run.checkpoints() or any((run.path / name).exists() for name in ("metrics.jsonl", "final"))
+    if begun and not resume:
         raise InputError(f"{run.path} already holds a run; choose another --out, or go on with --resume")
-    if kept.exists() and kept.read_text(encoding="utf-8") != recipe.to_toml():
+    if begun and kept.exists() and kept.read_text(encoding="utf-8") != recipe.to_toml():
         raise InputError(f"{kept} differs from the recipe that was given; resume with the same settings or choose another --out")
     write_text(kept, recipe.to_toml())
     for left in [path for path in run.path.iterdir() if _ASIDE.fullmatch(path.name)]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     for name in ("metrics.jsonl", "evals.jsonl"):
-        _cut_log(run.path / name, max(run.checkpoints(), default=0))
+        _cut_log(run.path / name, max(run.checkpoints(), default=-1))
 
 # %% ../nbs/43_runs.ipynb #b1bfc47b
 def read_log(
@@ -126,10 +127,12 @@ def read_log(
 
 
 def _cut_log(path: Path, step: int) -> None:
-    "Drop the lines that come after `step`, and one that was not finished."
+    "Drop the lines that come after `step`, one that was not finished, and a file of which nothing is left."
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+        write_text(path, kept := "".join(line for line in lines if json.loads(line)["step"] <= step))
+        if not kept:
+            path.unlink()
 
 # %% ../nbs/43_runs.ipynb #d098cea4
 def weights_to_save(decoder: CausalDecoder, main: bool = True) -> dict[str, torch.Tensor] | None:

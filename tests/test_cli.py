@@ -140,6 +140,16 @@ def test_bad_data_is_named(base, pairs, capsys, tmp_path):
     assert "nowhere" in failure(capsys, "train", "stage1", *settings(base, tmp_path / "nowhere.jsonl"), "--dry-run")
 
 
+def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
+    """Bad data, bad dimensions: the corrected command runs in the folder that was made for the wrong one."""
+    arguments = lambda *more: ["train", "stage2", *settings(base, *more), "--out", str(tmp_path / "run")]
+    assert "nowhere" in failure(capsys, *arguments(tmp_path / "nowhere.jsonl"))
+    assert "matryoshka" in failure(capsys, *arguments(pairs, "matryoshka=4096"))
+    assert main(arguments(pairs)) == 0
+    capsys.readouterr()
+    assert "already holds a run" in failure(capsys, *arguments(pairs))
+
+
 def test_odd_but_usable_data(base, capsys, tmp_path):
     """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
     path = tmp_path / "odd.jsonl"
