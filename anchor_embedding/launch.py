@@ -31,6 +31,7 @@ from torch.distributed import TCPStore
 from .errors import InputError
 from .progress import in_notebook, progress_bar
 from .recipe import Recipe, load_recipe, override
+from .runs import resume_line
 
 # %% ../nbs/47_launch.ipynb #85dabee1
 def accelerators() -> int:
@@ -356,6 +357,8 @@ def launch(
     check_processes(nproc, nodes, node_rank, rendezvous)
     out = Path(out or Path("runs") / recipe.name)
     first, plot = newest_checkpoint(out) if resume else 0, in_notebook() if plot is None else plot
+    if resume:
+        say(resume_line(out, first))
     with tempfile.TemporaryDirectory(prefix="anchor-") as aside, _exit_on_termination():
         recipe.save(Path(aside) / "recipe.toml")
         arguments = ["train", str(Path(aside) / "recipe.toml"), "--out", str(out), *(["--resume"] if resume else [])]

@@ -82,7 +82,7 @@ def run_arm(
             if (folder / "recipe.toml").exists() and (folder / "recipe.toml").read_text() != recipe.to_toml():
                 shutil.rmtree(folder)  # begun under another path: its base is elsewhere
             evaluation = evaluate if recipe.eval_every else None
-            train(recipe, folder, pairs.train, evaluation, resume=True, progress=progress, say=say)
+            train(recipe, folder, pairs.train, evaluation, resume=folder.exists(), progress=progress, say=say)
         base = folder / "final"
     if not (out / arm).exists():
         os.replace(base, out / arm)

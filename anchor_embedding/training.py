@@ -71,6 +71,7 @@ from anchor_embedding.runs import (
     prune_checkpoints,
     read_log,
     read_tensors,
+    resume_line,
     save_checkpoint,
     source_commit,
     weights_to_save,
@@ -339,6 +340,8 @@ def prepare(run: Training, examples: Sequence[Example] | None, resume: bool) -> 
         prune_checkpoints(run.folder, recipe.keep_checkpoints)
     run.accelerator.wait_for_everyone()
     run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
+    if resume:
+        run.say(resume_line(run.folder.path, run.first))
     start = run.folder.checkpoint(run.first) if run.first else None
     given = examples, {"data": "given by the caller"}
     examples, source = load_examples(recipe, run.say, None if run.main else False) if examples is None else given

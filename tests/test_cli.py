@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -148,6 +149,18 @@ def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
     assert main(arguments(pairs)) == 0
     capsys.readouterr()
     assert "already holds a run" in failure(capsys, *arguments(pairs))
+
+
+def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys, tmp_path):
+    arguments = lambda *more: ["train", "stage1", *settings(base, pairs, *more), "--out", str(tmp_path / "run"), "--resume"]
+    assert main(arguments("checkpoint_every=1")) == 0
+    assert "there is no checkpoint to resume from; the run starts anew" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "step-000003")
+    message = failure(capsys, *arguments("checkpoint_every=1", "learning_rate=1.0", "alpha=0.5"))
+    assert "learning_rate was 4e-05 and is now 1.0, alpha was 0.2 and is now 0.5" in message, message
+    assert main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true")) == 0
+    assert "goes on from step 2" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
 def test_odd_but_usable_data(base, capsys, tmp_path):
