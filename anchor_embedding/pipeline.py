@@ -23,7 +23,7 @@ from . import __version__
 from .data import Example, read_examples
 from .docstrings import docstring_pairs
 from .embedder import Embedder
-from .errors import InputError
+from .errors import InputError, Stopped
 from .evaluation import HeldoutRetrieval, bm25_scores, pessimistic_ranks, retrieval_ranks
 from .files import write_text
 from .recipe import Pipeline, load_recipe
@@ -166,7 +166,11 @@ def run_pipeline(
         say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 {figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}")
         return figures
 
-    folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
+    try:
+        folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
+    except Stopped as stopped:
+        stopped.remedy = "the same command goes on from there"
+        raise
     report = {"name": pipeline.name, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__}
     report |= collect(pipeline, folders)
     models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}

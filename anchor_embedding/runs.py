@@ -102,7 +102,7 @@ class RunFolder:
                 with open(self.path / name, "a", encoding="utf-8") as file:
                     file.write(json.dumps(values) + "\n")
             except OSError as error:
-                raise InputError(f"cannot write {self.path / name}: {error}; free space and go on with --resume") from error
+                raise InputError(f"cannot write {self.path / name}: {error}; free space, then let it go on from its newest checkpoint") from error
 
 # %% ../nbs/43_runs.ipynb #dcb925c7
 def make_ready(run: RunFolder, recipe: Recipe, resume: bool) -> None:

@@ -413,7 +413,7 @@ def _answer(run: Training, stop: StopSignals, done: int) -> None:
     if term or interrupt:
         number = SIGTERM if term else SIGINT
         _save(run, done)
-        where = f"its checkpoint is {run.folder.checkpoint(done)}; go on with --resume"
+        where = f"its checkpoint is {run.folder.checkpoint(done)}"
         raise Stopped(f"stopped by {Signals(number).name} after step {done} of {run.recipe.steps}: {where}", number)
 
 # %% ../nbs/45_training.ipynb #3f97d8d2
