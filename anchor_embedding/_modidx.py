@@ -716,6 +716,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.leave_group_at_exit': ( 'processes.html#leave_group_at_exit',
                                                                                                 'anchor_embedding/processes.py'),
+                                            'anchor_embedding.processes.norms_of': ( 'processes.html#norms_of',
+                                                                                     'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.own_parameters': ( 'processes.html#own_parameters',
                                                                                            'anchor_embedding/processes.py'),
                                             'anchor_embedding.processes.shard': ('processes.html#shard', 'anchor_embedding/processes.py'),

@@ -82,13 +82,17 @@ def run_arm(
             if (folder / "recipe.toml").exists() and (folder / "recipe.toml").read_text() != recipe.to_toml():
                 shutil.rmtree(folder)  # begun under another path: its base is elsewhere
             evaluation = evaluate if recipe.eval_every else None
-            train(recipe, folder, pairs.train, evaluation, resume=folder.exists(), progress=progress, say=say)
+            try:
+                train(recipe, folder, pairs.train, evaluation, resume=folder.exists(), progress=progress, say=say)
+            except Stopped as stopped:
+                stopped.remedy = "the same command goes on from there"
+                raise
         base = folder / "final"
     if not (out / arm).exists():
         os.replace(base, out / arm)
     return folders
 
-
+# %% ../nbs/65_pipeline.ipynb #f2f29c6c
 def claim_folder(out: Path, pipeline: Pipeline) -> None:
     "Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for anything else."
     kept = out / "pipeline.toml"
@@ -166,11 +170,7 @@ def run_pipeline(
         say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 {figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}")
         return figures
 
-    try:
-        folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
-    except Stopped as stopped:
-        stopped.remedy = "the same command goes on from there"
-        raise
+    folders = {arm: run_arm(pipeline, arm, out, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
     report = {"name": pipeline.name, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__}
     report |= collect(pipeline, folders)
     models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}
