@@ -102,7 +102,7 @@ def plan(args: argparse.Namespace) -> None:
     from anchor_embedding.plan import plan as make_plan
     from anchor_embedding.recipe import load_recipe
 
-    made = make_plan(load_recipe(args.recipe, args.set), args.nproc, args.gpu or None)
+    made = make_plan(load_recipe(args.recipe, args.set), args.nproc, args.gpu or None, measure=True)
     print(json.dumps(made.to_dict()) if args.json else made)
 
 

@@ -14,7 +14,7 @@ from anchor_embedding import __version__
 from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
-from anchor_embedding.testing import PROSE
+from anchor_embedding.testing import PROSE, tiny_tokenizer
 
 WORDS = PROSE.split()
 
@@ -210,6 +210,16 @@ def test_plan_tells_what_does_not_fit(capsys):
     assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8"]) == 0
     assert "fits in 80 GB" in capsys.readouterr().out
     assert "multiple of the 7 processes" in failure(capsys, "plan", "stage1", "--nproc", "7")
+
+
+def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
+    assert main(["plan", "stage1", *settings(base, pairs, "max_length=512"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokenizer, rows = tiny_tokenizer("smollm2"), [json.loads(line) for line in pairs.read_text().splitlines()]
+    expected = [sum(len(tokenizer(row[side])["input_ids"]) for row in rows) / len(rows) + 6 for side in ("query", "positive")]
+    assert [found["tokens_per_pair"][side] for side in ("query", "document")] == expected and found["lengths"] == "of the data"
+    assert main(["plan", "stage1", "--set", f"base={base}", "--set", "data=nowhere.jsonl"]) == 0
+    assert "mean tokens (assumed): query 22, document 134" in capsys.readouterr().out
 
 
 def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
