@@ -231,6 +231,17 @@ def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     assert "bad.jsonl:41" in printed.out and "1 bad rows" in printed.err
 
 
+def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs, capsys, tmp_path):
+    refused = lambda *more: failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run", *more)
+    assert "nproc is 0" in refused("--nproc", "0")
+    assert "node_rank 1" in refused("--node-rank", "1")
+    assert "there is one node; give the number of nodes (--nodes)" in refused("--rendezvous", "127.0.0.1:29500")
+    assert "batch_size 8 must be a multiple of the 3 processes" in refused("--nproc", "3")
+    assert "batch_size 8 must be a multiple of the 6 processes" in refused("--nproc", "2", "--nodes", "3", "--rendezvous", "127.0.0.1:29500")
+    assert "ports up to 65535" in refused("--nodes", "2", "--rendezvous", "127.0.0.1:65536")
+    assert not (tmp_path / "run").exists()
+
+
 def environment_of_launchers():
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
