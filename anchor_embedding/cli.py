@@ -304,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
 # %% ../nbs/70_cli.ipynb #77e93df7
 def main(
     arguments: list[str] | None = None,  # None = of the process
-) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted, 143 terminated
+) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted, 143 terminated, 129 hung up
     "The command line."
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():

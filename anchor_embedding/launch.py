@@ -29,6 +29,7 @@ import torch
 from torch.distributed import TCPStore
 
 from .errors import InputError
+from .processes import STOP_SIGNALS
 from .progress import in_notebook, progress_bar
 from .recipe import Recipe, load_recipe, override
 from .runs import resume_line
@@ -216,7 +217,7 @@ class WorkerError(RuntimeError):
     @property
     def stopped(self) -> bool:
         "Whether it ended because somebody asked it to."
-        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.code - 128 in STOP_SIGNALS
 
 
 def last_words(lines: Sequence[str], most: int = 30) -> list[str]:

@@ -22,7 +22,6 @@ from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGINT, SIGTERM, Signals
 
 import numpy as np
 import torch
@@ -53,6 +52,7 @@ from .packing import attention_kernel
 
 # %% ../nbs/45_training.ipynb #af94c031
 from anchor_embedding.processes import (
+    STOP_SIGNALS,
     StopSignals,
     balanced_share,
     global_sum,
@@ -408,13 +408,13 @@ def _log(run: Training, done: int, line: dict, gain: dict, bar) -> None:
 
 def _answer(run: Training, stop: StopSignals, done: int) -> None:
     "Raise `Stopped`, with a checkpoint saved, when any process was told to stop."
-    received = torch.tensor([stop.received == SIGTERM, stop.received == SIGINT], device=run.accelerator.device).int()
-    term, interrupt = global_sum(run.accelerator, received).tolist()
-    if term or interrupt:
-        number = SIGTERM if term else SIGINT
+    received = torch.tensor([stop.received == number for number in STOP_SIGNALS], device=run.accelerator.device).int()
+    heard = [number for number, times in zip(STOP_SIGNALS, global_sum(run.accelerator, received).tolist(), strict=True) if times]
+    if heard:
+        number = heard[0]
         _save(run, done)
         where = f"its checkpoint is {run.folder.checkpoint(done)}"
-        raise Stopped(f"stopped by {Signals(number).name} after step {done} of {run.recipe.steps}: {where}", number)
+        raise Stopped(f"stopped by {number.name} after step {done} of {run.recipe.steps}: {where}", number)
 
 # %% ../nbs/45_training.ipynb #3f97d8d2
 def train(

@@ -208,8 +208,9 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
 # ---- asked to stop --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["step", "save"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "moment"), [
+    (signal.SIGTERM, "step"), (signal.SIGTERM, "save"), (signal.SIGINT, "step"), (signal.SIGINT, "save"), (signal.SIGHUP, "step"),
+])  # fmt: skip
 def test_signals_save_and_end(prepare, number, moment):
     run, whole = prepare("reconstruction" if moment == "save" else "contrastive")
     during_step = {"before": AT_STEP.format(step=3, code=f"os.kill(os.getpid(), {int(number)})")}

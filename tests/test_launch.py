@@ -280,3 +280,17 @@ def test_two_nodes(tmp_path, recipe):
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def test_nodes_with_different_settings_are_refused(tmp_path, recipe):
+    """One node was given another seed: no step is made, and each says why."""
+    place = f"127.0.0.1:{free_port()}"
+    nodes = []
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        given = recipe.replace(seed=rank)
+        nodes.append(started(given, tmp_path / f"node{rank}", nproc=1, nodes=2, node_rank=rank, rendezvous=place, out=str(tmp_path / "run")))
+    for node in nodes:
+        said, _ = node.communicate(timeout=120)
+        assert node.returncode != 0 and "InputError: the processes were given different settings" in said, said
+    assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()
