@@ -6,7 +6,7 @@
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'find_instructions', 'make_data', 'prepare_tokenizer',
            'prepare_embedder', 'device_name', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
            'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'prepare', 'update_weights',
-           'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
+           'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -15,6 +15,7 @@ import platform
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,6 +56,7 @@ from anchor_embedding.processes import (
     STOP_SIGNALS,
     StopSignals,
     balanced_share,
+    gather_rows,
     global_sum,
     is_sharded,
     leave_group_at_exit,
@@ -282,7 +284,7 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
         raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may an evaluation or a checkpoint keep the others waiting
+        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may a checkpoint keep the others waiting
     ]
     accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers, log_with=tracker, project_dir=out)
     if recipe.batch_size % accelerator.num_processes:
@@ -363,6 +365,38 @@ def update_weights(run: Training, step: int) -> dict[str, float]:  # learning ra
     run.optimizer.zero_grad(set_to_none=True)
     return {"lr": rate, "grad_norm": norm}
 
+# %% ../nbs/45_training.ipynb #b57a9944
+class SharedEmbedder(Embedder):
+    "An embedder whose texts all processes encode together; each must ask for the same ones."
+
+    def __init__(self, embedder: Embedder, accelerator: Accelerator):
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling)
+        self.accelerator = accelerator
+
+    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None) -> np.ndarray:
+        "See `encode_texts`; raises `InputError` when the processes ask for different texts."
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        progress = progress if rank == 0 else False
+        if world == 1 or is_sharded(self.decoder) or not isinstance(texts, list | tuple) or len(texts) < world:
+            return super().encode(texts, instruction, batch_tokens, normalize, progress)
+        check_same_texts(self.accelerator, texts)
+        told = [instruction] * len(texts) if instruction is None or isinstance(instruction, str) else instruction
+        rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
+        shares = [[rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)] for r in range(world)]
+        mine = shares[rank]
+        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], batch_tokens, normalize, progress)
+        vectors = np.empty((len(texts), self.dimension), np.float32)
+        for share, part in zip(shares, gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)), strict=True):
+            vectors[share] = part.cpu().numpy()
+        return vectors
+
+
+def check_same_texts(accelerator: Accelerator, texts: Sequence[str]) -> None:
+    "Raise `InputError` when the processes hold different texts."
+    digest = zlib.crc32("\0".join(texts).encode(errors="surrogatepass"))
+    if len({int(part) for part in gather_rows(accelerator, torch.tensor([digest], device=accelerator.device))}) > 1:
+        raise InputError("the processes were to encode different texts; an evaluation must do the same on each of them")
+
 # %% ../nbs/45_training.ipynb #671340ee
 def _measure(run: Training, step: int) -> dict[str, float]:
     "The anchor gain on the main process's part of the batch of a step, when the recipe wants it there."
@@ -376,10 +410,9 @@ def _measure(run: Training, step: int) -> dict[str, float]:
 
 
 def _evaluate(run: Training, step: int, evaluate) -> None:
-    "Call `evaluate` on the main process while the others wait, and log what it returns. A sharded model needs all of them."
-    if evaluate and (run.main or is_sharded(run.model)):
-        run.folder.append("evals.jsonl", step=step, **evaluate(run.embedder))
-    run.accelerator.wait_for_everyone()
+    "Call `evaluate` on every process, and log what it returns."
+    if evaluate:
+        run.folder.append("evals.jsonl", step=step, **evaluate(SharedEmbedder(run.embedder, run.accelerator)))
 
 
 def _is_due(every: int, done: int, steps: int) -> bool:
@@ -421,7 +454,7 @@ def train(
     recipe: Recipe,
     out: str | Path,  # run folder
     examples: Sequence[Example] | None = None,  # in place of the data the recipe names
-    evaluate: Callable[[Embedder], dict] | None = None,  # figures to log before, during (`eval_every`) and after
+    evaluate: Callable[[Embedder], dict] | None = None,  # figures to log before, during (`eval_every`) and after; every process calls it
     resume: bool = False,  # go on from the newest checkpoint in `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,

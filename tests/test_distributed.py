@@ -117,6 +117,20 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
         assert [line["step"] for line in evals] == [0, 2, 4]
 
 
+def test_processes_share_an_evaluation(folder):
+    """1, 2 and 4 processes find the same figures, each having encoded a share of the texts."""
+    recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
+    found = {}
+    for processes in (1, 2, 4):
+        start(folder, processes, [(f"evaluated-{processes}", recipe, True, False)])
+        found[processes] = [json.loads(line) for line in (folder / f"evaluated-{processes}" / "evals.jsonl").read_text().splitlines()]
+    assert {processes: [line["encoded"] for line in lines] for processes, lines in found.items()} == {1: [11, 11], 2: [6, 6], 4: [3, 3]}
+    for lines in found.values():
+        for line, expected in zip(lines, found[1], strict=True):
+            assert line["step"] == expected["step"] and line["one"] == pytest.approx(expected["one"], abs=1e-4)
+            assert torch.allclose(torch.tensor(line["first"]), torch.tensor(expected["first"]), atol=1e-4)
+
+
 def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
     """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's losses."""
     for kind in ("llama", "qwen3"):
