@@ -120,10 +120,13 @@ def data(args: argparse.Namespace) -> None:
     found = check_data(args.source)
     print(json.dumps(found.to_dict()) if args.json else found)
     if args.plot:
+        figure, kind = plot_lengths(found), args.plot.suffix.lstrip(".").lower() or "png"
+        if kind not in figure.canvas.get_supported_filetypes():
+            raise InputError(f"--plot {args.plot}: pictures cannot be written as .{kind}; take .png, .pdf or .svg")
         with atomic_file(args.plot) as aside:
-            plot_lengths(found).savefig(aside, dpi=150, format=args.plot.suffix.lstrip(".") or "png")
+            figure.savefig(aside, dpi=150, format=kind)
     if found.bad_rows:
-        raise InputError(f"{args.source}: {found.bad_rows:,} bad rows; mend them, or train with --set on_bad_row=skip")
+        raise InputError(f"{args.source}: {found.bad_rows:,} bad row{'s' * (found.bad_rows > 1)}; mend them, or train with --set on_bad_row=skip")
 
 # %% ../nbs/70_cli.ipynb #f89cd116
 def evaluate(args: argparse.Namespace) -> None:

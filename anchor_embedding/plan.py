@@ -7,7 +7,7 @@ __all__ = ['FAMILIES', 'UNUSED', 'MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_
            'count_parameters', 'known_shapes', 'shape_from_config', 'find_shape', 'lora_maps', 'trained_parameters',
            'PairTokens', 'measured_lengths', 'lengths_at_hand', 'pair_tokens', 'step_flops', 'layer_bytes',
            'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts',
-           'plan_title', 'plan_rows', 'plan_text', 'plan_html', 'plan_dict', 'PipelinePlan', 'plan']
+           'plan_title', 'plan_rows', 'plan_text', 'plan_html', 'plan_dict', 'PipelinePlan', 'find_gpu', 'plan']
 
 # %% ../nbs/42_plan.ipynb #7e4673a4
 import html
@@ -524,6 +524,16 @@ class PipelinePlan:
         return f"{tables}<p>{html.escape(self.name)}, hours of all runs: {self.total()}</p>"
 
 # %% ../nbs/42_plan.ipynb #d9f783ae
+def find_gpu(
+    name: str,  # or how it begins, where that is enough
+) -> str:
+    "The key of `GPUS` that is meant; InputError when it is none or could be several."
+    found = [gpu for gpu in GPUS if gpu.lower().startswith(name.lower())]
+    if len(found) != 1:
+        raise InputError(f"unknown GPU {name!r}; {closest(name, GPUS)}")
+    return found[0]
+
+
 def plan(
     recipe: Recipe | Pipeline | str,   # a recipe, a pipeline, or the name of a shipped one
     processes: int = 1,                # one a GPU
@@ -536,9 +546,7 @@ def plan(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if processes < 1:
         raise InputError(f"processes = {processes}: must be at least 1")
-    for gpu in gpus or ():
-        if gpu not in GPUS:
-            raise InputError(f"unknown GPU {gpu!r}; known: {', '.join(GPUS)}")
+    gpus = [find_gpu(gpu) for gpu in gpus or GPUS]
     if isinstance(recipe, Pipeline):
         stages = {f"{arm}/{stage.name}": stage for arm in recipe.arms for stage in recipe.arm(arm)}
         return PipelinePlan(recipe.name, {name: plan(stage, processes, gpus, mean_lengths, shape, measure) for name, stage in stages.items()})
@@ -547,4 +555,4 @@ def plan(
     found, source = (shape, recipe.base) if shape else find_shape(recipe.base)
     measured = lengths_at_hand(recipe) if measure and not mean_lengths else None
     origin = "given" if mean_lengths else "of the data" if measured else "assumed"
-    return Plan(recipe, found, source, processes, tuple(gpus or GPUS), pair_tokens(recipe, mean_lengths or measured), origin)
+    return Plan(recipe, found, source, processes, tuple(gpus), pair_tokens(recipe, mean_lengths or measured), origin)

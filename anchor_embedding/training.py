@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'find_instructions', 'make_data', 'prepare_tokenizer',
            'prepare_embedder', 'device_name', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
-           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'prepare', 'update_weights',
-           'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
+           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'check_lora_targets', 'prepare',
+           'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish',
+           'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -64,13 +65,14 @@ from anchor_embedding.processes import (
     shard,
 )
 from .progress import progress_bar
-from .recipe import Recipe, deviations
+from .recipe import Recipe, closest, deviations
 from .reconstruction import Reconstruction, anchor_gain
 from .released import ReleasedReconstruction
 from anchor_embedding.runs import (
     RunFolder,
     load_optimizer,
     prune_checkpoints,
+    read_card,
     read_log,
     read_tensors,
     resume_line,
@@ -334,6 +336,14 @@ class Training:
         return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
 
 # %% ../nbs/45_training.ipynb #8aab21da
+def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
+    "Raise `InputError` for a name among `lora_targets` that no layer has."
+    adapted = {name.rpartition(".")[2] for name, module in decoder.named_modules() if hasattr(module, "lora_A")}
+    for target in recipe.lora_targets or ():
+        if target != "all-linear" and target.rpartition(".")[2] not in adapted:
+            raise InputError(f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(adapted))}")
+
+
 def prepare(run: Training, examples: Sequence[Example] | None, resume: bool) -> None:
     "Fill a run: folder, data, model, objective and optimizer. Raises `InputError`."
     recipe = run.recipe
@@ -349,6 +359,7 @@ def prepare(run: Training, examples: Sequence[Example] | None, resume: bool) -> 
     examples, source = load_examples(recipe, run.say, None if run.main else False) if examples is None else given
     run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
     run.decoder, run.objective = run.embedder.decoder, make_objective(recipe, run.embedder.tokenizer)
+    check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source)
     run.model = wrap(recipe, run.decoder, run.accelerator)
@@ -500,7 +511,7 @@ def negatives_pool(recipe: Recipe) -> str:
 def write_card(run: Training) -> str:
     "Write card.json; returns one line for the log. Raises `InputError` when the data are not those the run began with."
     recipe, path = run.recipe, run.folder.path / "card.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if run.first and path.exists() else {}
+    before = read_card(path) if run.first and path.exists() else {}
     if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
         raise InputError(f"{recipe.data}: the pairs are not those this run began with (see {path}); bring them back or choose another --out")
     start = {"step": run.first, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": run.world, "commit": source_commit()}

@@ -163,6 +163,11 @@ def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
+def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tmp_path):
+    message = failure(capsys, "train", "stage2", *settings(base, pairs, "lora_targets=q_proj,v_porj"), "--out", tmp_path / "run")
+    assert "no layer has a map 'v_porj'" in message
+
+
 def test_odd_but_usable_data(base, capsys, tmp_path):
     """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
     path = tmp_path / "odd.jsonl"
@@ -228,7 +233,9 @@ def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     assert "40" in capsys.readouterr().out and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["data", "check", str(tmp_path / "bad.jsonl")]) == 2
     printed = capsys.readouterr()
-    assert "bad.jsonl:41" in printed.out and "1 bad rows" in printed.err
+    assert "bad.jsonl:41" in printed.out and "1 bad row;" in printed.err
+    assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.bla")]) == 2
+    assert "pictures cannot be written as .bla" in capsys.readouterr().err
 
 
 def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs, capsys, tmp_path):
