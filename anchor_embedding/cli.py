@@ -38,8 +38,9 @@ def train(args: argparse.Namespace) -> None:
     recipe = load_recipe(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
-        if args.dry_run or args.resume or args.nproc:
-            raise InputError(f"{args.recipe} is a pipeline of several runs; --dry-run, --resume and --nproc take a recipe of one stage")
+        if args.dry_run or args.resume or _many(args):
+            words = "--dry-run, --resume, --nproc and --nodes"
+            raise InputError(f"{args.recipe} is a pipeline of several runs; {words} take a recipe of one stage; an unfinished one just goes on")
         from anchor_embedding.pipeline import run_pipeline
 
         run_pipeline(recipe, out, say=_say)
@@ -48,7 +49,12 @@ def train(args: argparse.Namespace) -> None:
 
         print(json.dumps(dry_run(recipe, say=_say)))
     else:
-        _say(f"done: {_train_on_many(args, recipe, out) if args.nproc or args.nodes > 1 else _train_here(args, recipe, out)}")
+        _say(f"done: {_train_on_many(args, recipe, out) if _many(args) else _train_here(args, recipe, out)}")
+
+# %% ../nbs/70_cli.ipynb #8d9c89b9
+def _many(args) -> bool:
+    "Whether processes are to be started, or words given that make sense only then."
+    return args.nproc is not None or args.nodes != 1 or bool(args.node_rank or args.rendezvous)
 
 
 def _train_here(args, recipe, out: Path) -> Path:
@@ -64,7 +70,7 @@ def _train_on_many(args, recipe, out: Path) -> Path:
 
     nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
     try:
-        return launch(recipe, args.nproc or 1, out, resume=args.resume, say=_say, **nodes)
+        return launch(recipe, 1 if args.nproc is None else args.nproc, out, resume=args.resume, say=_say, **nodes)
     except WorkerError as error:
         _say(f"anchor: {error}")
         raise SystemExit(1) from None
@@ -102,7 +108,7 @@ def plan(args: argparse.Namespace) -> None:
     from anchor_embedding.plan import plan as make_plan
     from anchor_embedding.recipe import load_recipe
 
-    made = make_plan(load_recipe(args.recipe, args.set), args.nproc, args.gpu or None)
+    made = make_plan(load_recipe(args.recipe, args.set), args.nproc, args.gpu or None, measure=True)
     print(json.dumps(made.to_dict()) if args.json else made)
 
 
@@ -114,10 +120,13 @@ def data(args: argparse.Namespace) -> None:
     found = check_data(args.source)
     print(json.dumps(found.to_dict()) if args.json else found)
     if args.plot:
+        figure, kind = plot_lengths(found), args.plot.suffix.lstrip(".").lower() or "png"
+        if kind not in figure.canvas.get_supported_filetypes():
+            raise InputError(f"--plot {args.plot}: pictures cannot be written as .{kind}; take .png, .pdf or .svg")
         with atomic_file(args.plot) as aside:
-            plot_lengths(found).savefig(aside, dpi=150, format=args.plot.suffix.lstrip(".") or "png")
+            figure.savefig(aside, dpi=150, format=kind)
     if found.bad_rows:
-        raise InputError(f"{args.source}: {found.bad_rows:,} bad rows; mend them, or train with --set on_bad_row=skip")
+        raise InputError(f"{args.source}: {found.bad_rows:,} bad row{'s' * (found.bad_rows > 1)}; mend them, or train with --set on_bad_row=skip")
 
 # %% ../nbs/70_cli.ipynb #f89cd116
 def evaluate(args: argparse.Namespace) -> None:
@@ -298,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 # %% ../nbs/70_cli.ipynb #77e93df7
 def main(
     arguments: list[str] | None = None,  # None = of the process
-) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted, 143 terminated
+) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted, 143 terminated, 129 hung up
     "The command line."
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():

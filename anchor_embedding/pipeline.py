@@ -23,7 +23,7 @@ from . import __version__
 from .data import Example, read_examples
 from .docstrings import docstring_pairs
 from .embedder import Embedder
-from .errors import InputError
+from .errors import InputError, Stopped
 from .evaluation import HeldoutRetrieval, bm25_scores, pessimistic_ranks, retrieval_ranks
 from .files import write_text
 from .recipe import Pipeline, load_recipe
@@ -82,13 +82,17 @@ def run_arm(
             if (folder / "recipe.toml").exists() and (folder / "recipe.toml").read_text() != recipe.to_toml():
                 shutil.rmtree(folder)  # begun under another path: its base is elsewhere
             evaluation = evaluate if recipe.eval_every else None
-            train(recipe, folder, pairs.train, evaluation, resume=True, progress=progress, say=say)
+            try:
+                train(recipe, folder, pairs.train, evaluation, resume=folder.exists(), progress=progress, say=say)
+            except Stopped as stopped:
+                stopped.remedy = "the same command goes on from there"
+                raise
         base = folder / "final"
     if not (out / arm).exists():
         os.replace(base, out / arm)
     return folders
 
-
+# %% ../nbs/65_pipeline.ipynb #f2f29c6c
 def claim_folder(out: Path, pipeline: Pipeline) -> None:
     "Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for anything else."
     kept = out / "pipeline.toml"

@@ -213,6 +213,7 @@ RULES = {  # setting → (what it must satisfy, in words)
     "instructions": (lambda v: v in ("none", "paper", "as_released") or v.endswith((".csv", ".toml")),
                      '"none", "paper", "as_released" or the path of a .csv or .toml file'),
     "prompt": (lambda v: _prompt_fields(v) == ["instruction", "text"], "a text with {instruction} and {text}, each once"),
+    "seed": (lambda v: v < 2**32, "less than 2**32"),
     "negatives_pool": (lambda v: v == 0 or v >= 2, "0 (the whole batch) or at least 2"),
     "false_negative_margin": (lambda v: -2 <= v <= 2, "in [-2, 2], a difference of cosines"),
     "matryoshka": (lambda v: all(d > 0 for d in v) and len({*v}) == len(v), "different numbers of dimensions above 0"),
@@ -532,11 +533,13 @@ def recipe_from_dict(
     load: Callable | None = None,   # finds what `extends` names; None: `load_recipe`
 ) -> Recipe:
     "A recipe from the settings of a TOML file."
+    extends = values.get("extends")
     values = extended(values, load)
     check_known(values, KINDS)
     for key in ("name", "objective", "base", "data", "steps", "learning_rate"):
         if key not in values:
-            raise InputError(f"`{key}` is missing: a recipe has no default for it")
+            why = f"the name of {extends!r}, which it extends, is not its own" if extends else "a recipe has no default for it"
+            raise InputError(f"`{key}` is missing: {why}")
     return Recipe(**values)
 
 
@@ -686,6 +689,8 @@ def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a fol
             lines += ["", f"{folder}/"] if folder != last else []
             lines.append("  " * bool(folder) + f"{short:{28 - 2 * bool(folder)}} {description}")
             last = folder
+    if not lines:
+        raise InputError(f"no shipped recipe is called {prefix}…; `anchor recipes` lists all of them")
     return "\n".join(lines).lstrip("\n")
 
 # %% ../nbs/40_recipe.ipynb #b835abce

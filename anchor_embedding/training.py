@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OBJECTIVES', 'make_objective', 'TrainingData', 'load_examples', 'find_instructions', 'make_data', 'prepare_tokenizer',
            'prepare_embedder', 'device_name', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
-           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'update_weights', 'train',
-           'negatives_pool', 'write_card', 'finish', 'dry_run']
+           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'check_lora_targets', 'prepare',
+           'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish',
+           'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -15,6 +16,7 @@ import platform
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +24,6 @@ from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGINT, SIGTERM, Signals
 
 import numpy as np
 import torch
@@ -53,8 +54,10 @@ from .packing import attention_kernel
 
 # %% ../nbs/45_training.ipynb #af94c031
 from anchor_embedding.processes import (
+    STOP_SIGNALS,
     StopSignals,
     balanced_share,
+    gather_rows,
     global_sum,
     is_sharded,
     leave_group_at_exit,
@@ -62,15 +65,17 @@ from anchor_embedding.processes import (
     shard,
 )
 from .progress import progress_bar
-from .recipe import Recipe, deviations
+from .recipe import Recipe, closest, deviations
 from .reconstruction import Reconstruction, anchor_gain
 from .released import ReleasedReconstruction
 from anchor_embedding.runs import (
     RunFolder,
     load_optimizer,
     prune_checkpoints,
+    read_card,
     read_log,
     read_tensors,
+    resume_line,
     save_checkpoint,
     source_commit,
     weights_to_save,
@@ -281,7 +286,7 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
         raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may an evaluation or a checkpoint keep the others waiting
+        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may a checkpoint keep the others waiting
     ]
     accelerator = Accelerator(cpu=choose_device().type == "cpu", kwargs_handlers=handlers, log_with=tracker, project_dir=out)
     if recipe.batch_size % accelerator.num_processes:
@@ -312,20 +317,11 @@ class Training:
         self.recipe, self.world, self.rank = recipe, self.accelerator.num_processes, self.accelerator.process_index
         self.main, self.say = self.rank == 0, say if self.rank == 0 else lambda text: None
         self.folder = RunFolder(out, self.main)
-        if self.main:
-            self.folder.start(recipe, resume)
-            prune_checkpoints(self.folder, recipe.keep_checkpoints)
-        self.accelerator.wait_for_everyone()
-        self.first = self.saved = max(self.folder.checkpoints(), default=0) if resume else 0
-        start = self.folder.checkpoint(self.first) if self.first else None
-        given = examples, {"data": "given by the caller"}
-        examples, source = load_examples(recipe, self.say, None if self.main else False) if examples is None else given
-        self.embedder, self.card = prepare_embedder(recipe, self.accelerator.device, start, self.say)
-        self.decoder, self.objective = self.embedder.decoder, make_objective(recipe, self.embedder.tokenizer)
-        self.parameters = count_parameters(self.decoder)
-        self.data = make_data(recipe, self.embedder.tokenizer, examples, source)
-        self.model = wrap(recipe, self.decoder, self.accelerator)
-        self.optimizer = make_optimizer(recipe, self.decoder, start)
+        try:
+            prepare(self, examples, resume)
+        except BaseException:
+            self.folder.release()
+            raise
 
     def step(self, step: int) -> dict:
         "One optimizer step; returns dataset, loss terms, learning rate, gradient norm, tokens and seconds."
@@ -339,6 +335,36 @@ class Training:
         seconds = round(time.perf_counter() - began, 4)
         return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
 
+# %% ../nbs/45_training.ipynb #8aab21da
+def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
+    "Raise `InputError` for a name among `lora_targets` that no layer has."
+    adapted = {name.rpartition(".")[2] for name, module in decoder.named_modules() if hasattr(module, "lora_A")}
+    for target in recipe.lora_targets or ():
+        if target != "all-linear" and target.rpartition(".")[2] not in adapted:
+            raise InputError(f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(adapted))}")
+
+
+def prepare(run: Training, examples: Sequence[Example] | None, resume: bool) -> None:
+    "Fill a run: folder, data, model, objective and optimizer. Raises `InputError`."
+    recipe = run.recipe
+    if run.main:
+        run.folder.start(recipe, resume)
+        prune_checkpoints(run.folder, recipe.keep_checkpoints)
+    run.accelerator.wait_for_everyone()
+    run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
+    if resume:
+        run.say(resume_line(run.folder.path, run.first))
+    start = run.folder.checkpoint(run.first) if run.first else None
+    given = examples, {"data": "given by the caller"}
+    examples, source = load_examples(recipe, run.say, None if run.main else False) if examples is None else given
+    run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
+    run.decoder, run.objective = run.embedder.decoder, make_objective(recipe, run.embedder.tokenizer)
+    check_lora_targets(recipe, run.decoder)
+    run.parameters = count_parameters(run.decoder)
+    run.data = make_data(recipe, run.embedder.tokenizer, examples, source)
+    run.model = wrap(recipe, run.decoder, run.accelerator)
+    run.optimizer = make_optimizer(recipe, run.decoder, start)
+
 # %% ../nbs/45_training.ipynb #e3855702
 def update_weights(run: Training, step: int) -> dict[str, float]:  # learning rate and gradient norm
     "Clip the gradients, move the weights, forget the gradients."
@@ -349,6 +375,38 @@ def update_weights(run: Training, step: int) -> dict[str, float]:  # learning ra
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return {"lr": rate, "grad_norm": norm}
+
+# %% ../nbs/45_training.ipynb #b57a9944
+class SharedEmbedder(Embedder):
+    "An embedder whose texts all processes encode together; each must ask for the same ones."
+
+    def __init__(self, embedder: Embedder, accelerator: Accelerator):
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling)
+        self.accelerator = accelerator
+
+    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None) -> np.ndarray:
+        "See `encode_texts`; raises `InputError` when the processes ask for different texts."
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        progress = progress if rank == 0 else False
+        if world == 1 or is_sharded(self.decoder) or not isinstance(texts, list | tuple) or len(texts) < world:
+            return super().encode(texts, instruction, batch_tokens, normalize, progress)
+        check_same_texts(self.accelerator, texts)
+        told = [instruction] * len(texts) if instruction is None or isinstance(instruction, str) else instruction
+        rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
+        shares = [[rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)] for r in range(world)]
+        mine = shares[rank]
+        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], batch_tokens, normalize, progress)
+        vectors = np.empty((len(texts), self.dimension), np.float32)
+        for share, part in zip(shares, gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)), strict=True):
+            vectors[share] = part.cpu().numpy()
+        return vectors
+
+
+def check_same_texts(accelerator: Accelerator, texts: Sequence[str]) -> None:
+    "Raise `InputError` when the processes hold different texts."
+    digest = zlib.crc32("\0".join(texts).encode(errors="surrogatepass"))
+    if len({int(part) for part in gather_rows(accelerator, torch.tensor([digest], device=accelerator.device))}) > 1:
+        raise InputError("the processes were to encode different texts; an evaluation must do the same on each of them")
 
 # %% ../nbs/45_training.ipynb #671340ee
 def _measure(run: Training, step: int) -> dict[str, float]:
@@ -363,10 +421,9 @@ def _measure(run: Training, step: int) -> dict[str, float]:
 
 
 def _evaluate(run: Training, step: int, evaluate) -> None:
-    "Call `evaluate` on the main process while the others wait, and log what it returns. A sharded model needs all of them."
-    if evaluate and (run.main or is_sharded(run.model)):
-        run.folder.append("evals.jsonl", step=step, **evaluate(run.embedder))
-    run.accelerator.wait_for_everyone()
+    "Call `evaluate` on every process, and log what it returns."
+    if evaluate:
+        run.folder.append("evals.jsonl", step=step, **evaluate(SharedEmbedder(run.embedder, run.accelerator)))
 
 
 def _is_due(every: int, done: int, steps: int) -> bool:
@@ -395,33 +452,34 @@ def _log(run: Training, done: int, line: dict, gain: dict, bar) -> None:
 
 def _answer(run: Training, stop: StopSignals, done: int) -> None:
     "Raise `Stopped`, with a checkpoint saved, when any process was told to stop."
-    received = torch.tensor([stop.received == SIGTERM, stop.received == SIGINT], device=run.accelerator.device).int()
-    term, interrupt = global_sum(run.accelerator, received).tolist()
-    if term or interrupt:
-        number = SIGTERM if term else SIGINT
+    received = torch.tensor([stop.received == number for number in STOP_SIGNALS], device=run.accelerator.device).int()
+    heard = [number for number, times in zip(STOP_SIGNALS, global_sum(run.accelerator, received).tolist(), strict=True) if times]
+    if heard:
+        number = heard[0]
         _save(run, done)
-        where = f"its checkpoint is {run.folder.checkpoint(done)}; go on with --resume"
-        raise Stopped(f"stopped by {Signals(number).name} after step {done} of {run.recipe.steps}: {where}", number)
+        where = f"its checkpoint is {run.folder.checkpoint(done)}"
+        raise Stopped(f"stopped by {number.name} after step {done} of {run.recipe.steps}: {where}", number)
 
 # %% ../nbs/45_training.ipynb #3f97d8d2
 def train(
     recipe: Recipe,
     out: str | Path,  # run folder
     examples: Sequence[Example] | None = None,  # in place of the data the recipe names
-    evaluate: Callable[[Embedder], dict] | None = None,  # figures to log before, during (`eval_every`) and after
+    evaluate: Callable[[Embedder], dict] | None = None,  # figures to log before, during (`eval_every`) and after; every process calls it
     resume: bool = False,  # go on from the newest checkpoint in `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
     "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
     run = Training(recipe, out, examples, resume, say)
-    run.say(f"{recipe.name}: {write_card(run)}")
     shown = progress if run.main else False
     try:
+        run.say(f"{recipe.name}: {write_card(run)}")
         with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
             _loop(run, evaluate, stop, bar)
         return finish(run)
     finally:
+        run.folder.release()
         for tracker in run.accelerator.trackers:
             tracker.finish()
 
@@ -453,7 +511,7 @@ def negatives_pool(recipe: Recipe) -> str:
 def write_card(run: Training) -> str:
     "Write card.json; returns one line for the log. Raises `InputError` when the data are not those the run began with."
     recipe, path = run.recipe, run.folder.path / "card.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if run.first and path.exists() else {}
+    before = read_card(path) if run.first and path.exists() else {}
     if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
         raise InputError(f"{recipe.data}: the pairs are not those this run began with (see {path}); bring them back or choose another --out")
     start = {"step": run.first, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": run.world, "commit": source_commit()}

@@ -32,9 +32,13 @@ def gradients_and_weights(recipe, out: Path, pairs):
     (out / f"rank{run.rank}.json").write_text(json.dumps(losses))
 
 
-def first_vector(embedder):
-    """An evaluation that uses the model."""
-    return {"first": embedder.encode("one text").tolist()[:4]}
+def some_figures(embedder):
+    """An evaluation that uses the model: 11 texts, of which each of several processes encodes its share."""
+    texts, counts = [f"one text {'and more ' * n}" for n in range(11)], []
+    hook = embedder.decoder.register_forward_pre_hook(lambda module, arguments: counts.append(len(arguments[1].cu_seqlens) - 1))
+    vectors = embedder.encode(texts, [None, "find it"] * 5 + [None], batch_tokens=40, normalize=True)
+    hook.remove()
+    return {"first": vectors[:, :2].tolist(), "one": embedder.encode("one text").tolist()[:4], "encoded": sum(counts)}
 
 
 if __name__ == "__main__":
@@ -44,7 +48,7 @@ if __name__ == "__main__":
     for task in task_file["tasks"]:
         recipe, out = recipe_from_dict(task["recipe"]), Path(task["out"])
         if task["whole_run"]:
-            train(recipe, out, pairs, first_vector, resume=task["resume"], progress=False, say=silent)
+            train(recipe, out, pairs, some_figures, resume=task["resume"], progress=False, say=silent)
         else:
             gradients_and_weights(recipe, out, pairs)
     end_process(0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from anchor_embedding import __version__
 from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
-from anchor_embedding.testing import PROSE
+from anchor_embedding.testing import PROSE, tiny_tokenizer
 
 WORDS = PROSE.split()
 
@@ -140,6 +141,33 @@ def test_bad_data_is_named(base, pairs, capsys, tmp_path):
     assert "nowhere" in failure(capsys, "train", "stage1", *settings(base, tmp_path / "nowhere.jsonl"), "--dry-run")
 
 
+def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
+    """Bad data, bad dimensions: the corrected command runs in the folder that was made for the wrong one."""
+    arguments = lambda *more: ["train", "stage2", *settings(base, *more), "--out", str(tmp_path / "run")]
+    assert "nowhere" in failure(capsys, *arguments(tmp_path / "nowhere.jsonl"))
+    assert "matryoshka" in failure(capsys, *arguments(pairs, "matryoshka=4096"))
+    assert main(arguments(pairs)) == 0
+    capsys.readouterr()
+    assert "already holds a run" in failure(capsys, *arguments(pairs))
+
+
+def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys, tmp_path):
+    arguments = lambda *more: ["train", "stage1", *settings(base, pairs, *more), "--out", str(tmp_path / "run"), "--resume"]
+    assert main(arguments("checkpoint_every=1")) == 0
+    assert "there is no checkpoint to resume from; the run starts anew" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "step-000003")
+    message = failure(capsys, *arguments("checkpoint_every=1", "learning_rate=1.0", "alpha=0.5"))
+    assert "learning_rate was 4e-05 and is now 1.0, alpha was 0.2 and is now 0.5" in message, message
+    assert main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true")) == 0
+    assert "goes on from step 2" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
+
+
+def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tmp_path):
+    message = failure(capsys, "train", "stage2", *settings(base, pairs, "lora_targets=q_proj,v_porj"), "--out", tmp_path / "run")
+    assert "no layer has a map 'v_porj'" in message
+
+
 def test_odd_but_usable_data(base, capsys, tmp_path):
     """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
     path = tmp_path / "odd.jsonl"
@@ -189,13 +217,36 @@ def test_plan_tells_what_does_not_fit(capsys):
     assert "multiple of the 7 processes" in failure(capsys, "plan", "stage1", "--nproc", "7")
 
 
+def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
+    assert main(["plan", "stage1", *settings(base, pairs, "max_length=512"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokenizer, rows = tiny_tokenizer("smollm2"), [json.loads(line) for line in pairs.read_text().splitlines()]
+    expected = [sum(len(tokenizer(row[side])["input_ids"]) for row in rows) / len(rows) + 6 for side in ("query", "positive")]
+    assert [found["tokens_per_pair"][side] for side in ("query", "document")] == expected and found["lengths"] == "of the data"
+    assert main(["plan", "stage1", "--set", f"base={base}", "--set", "data=nowhere.jsonl"]) == 0
+    assert "mean tokens (assumed): query 22, document 134" in capsys.readouterr().out
+
+
 def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text(pairs.read_text() + '{"query": "q"}\n')
     assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.png")]) == 0
     assert "40" in capsys.readouterr().out and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["data", "check", str(tmp_path / "bad.jsonl")]) == 2
     printed = capsys.readouterr()
-    assert "bad.jsonl:41" in printed.out and "1 bad rows" in printed.err
+    assert "bad.jsonl:41" in printed.out and "1 bad row;" in printed.err
+    assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.bla")]) == 2
+    assert "pictures cannot be written as .bla" in capsys.readouterr().err
+
+
+def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs, capsys, tmp_path):
+    refused = lambda *more: failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run", *more)
+    assert "nproc is 0" in refused("--nproc", "0")
+    assert "node_rank 1" in refused("--node-rank", "1")
+    assert "there is one node; give the number of nodes (--nodes)" in refused("--rendezvous", "127.0.0.1:29500")
+    assert "batch_size 8 must be a multiple of the 3 processes" in refused("--nproc", "3")
+    assert "batch_size 8 must be a multiple of the 6 processes" in refused("--nproc", "2", "--nodes", "3", "--rendezvous", "127.0.0.1:29500")
+    assert "ports up to 65535" in refused("--nodes", "2", "--rendezvous", "127.0.0.1:65536")
+    assert not (tmp_path / "run").exists()
 
 
 def environment_of_launchers():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from anchor_embedding.recipe import Recipe
@@ -114,6 +115,39 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
             assert (found[key] - expected[key]).abs().max() < 1e-4, f"{key} of {name}"
         evals = [json.loads(line) for line in (resumed / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()]
         assert [line["step"] for line in evals] == [0, 2, 4]
+
+
+def test_processes_share_an_evaluation(folder):
+    """1, 2 and 4 processes find the same figures, each having encoded a share of the texts."""
+    recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
+    found = {}
+    for processes in (1, 2, 4):
+        start(folder, processes, [(f"evaluated-{processes}", recipe, True, False)])
+        found[processes] = [json.loads(line) for line in (folder / f"evaluated-{processes}" / "evals.jsonl").read_text().splitlines()]
+    assert {processes: [line["encoded"] for line in lines] for processes, lines in found.items()} == {1: [11, 11], 2: [6, 6], 4: [3, 3]}
+    for lines in found.values():
+        for line, expected in zip(lines, found[1], strict=True):
+            assert line["step"] == expected["step"] and line["one"] == pytest.approx(expected["one"], abs=1e-4)
+            assert torch.allclose(torch.tensor(line["first"]), torch.tensor(expected["first"]), atol=1e-4)
+
+
+def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
+    """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's losses."""
+    for kind in ("llama", "qwen3"):
+        model = tiny_model(kind)
+        draw = torch.Generator().manual_seed(0)
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.data = torch.rand(p.shape, generator=draw) * 3 + 0.5
+        model.save_pretrained(folder / f"{kind}-norms")
+        tiny_tokenizer("smollm2").save_pretrained(folder / f"{kind}-norms")
+    settings = {"dtype": "bfloat16", "sharding": "fsdp"}
+    for stage, kind, again in (("reconstruction", "llama", True), ("contrastive", "qwen3", False)):
+        recipe = recipe_of(folder, stage, f"{kind}-norms", "full", "parts", **settings, activation_checkpointing=again)
+        for processes in (1, 2):
+            start(folder, processes, [(f"{kind}-norms-{processes}", recipe, False, False)])
+        one, two = (json.loads((folder / f"{kind}-norms-{processes}" / "rank0.json").read_text()) for processes in (1, 2))
+        assert two[0] == pytest.approx(one[0], rel=1e-5) and two == pytest.approx(one, rel=2e-3), f"{kind}: {one} and {two}"
 
 
 def test_lower_precision_noise_and_recomputation(folder):

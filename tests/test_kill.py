@@ -208,8 +208,9 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
 # ---- asked to stop --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["step", "save"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "moment"), [
+    (signal.SIGTERM, "step"), (signal.SIGTERM, "save"), (signal.SIGINT, "step"), (signal.SIGINT, "save"), (signal.SIGHUP, "step"),
+])  # fmt: skip
 def test_signals_save_and_end(prepare, number, moment):
     run, whole = prepare("reconstruction" if moment == "save" else "contrastive")
     during_step = {"before": AT_STEP.format(step=3, code=f"os.kill(os.getpid(), {int(number)})")}
@@ -224,6 +225,19 @@ def test_signals_save_and_end(prepare, number, moment):
     assert run.rows()[-1] == whole.rows()[-1] | {"seconds": run.rows()[-1]["seconds"]}
     assert all(tensor.equal(load_file(whole.folder / "final" / "model.safetensors")[name])
                for name, tensor in load_file(run.folder / "final" / "model.safetensors").items())  # fmt: skip
+
+
+def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
+    pairs = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = ["batch_size=8", "steps=4", "max_length=40", "dtype=float32", "evaluation.every=0", "evaluation.pairs=4"]
+    arguments = ["quickstart", "--base", str(base), "--data", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "run")]
+    arguments += [part for setting in settings for part in ("--set", setting)]
+    task = {"arguments": arguments, "folder": str(tmp_path / "run"), "log": str(tmp_path / "log")}
+    assert driver({**task, "before": AT_STEP.format(step=3, code="os.kill(os.getpid(), 15)")})["code"] == 143
+    said = (tmp_path / "log").read_text()
+    assert "after step 3 of 4" in said and "the same command goes on from there" in said and "--resume" not in said, said
+    assert driver(task)["code"] == 0 and "goes on from step 3" in (tmp_path / "log").read_text()
 
 
 def test_second_interrupt_ends_at_once(prepare):

@@ -20,6 +20,7 @@ from anchor_embedding.errors import InputError
 from anchor_embedding.launch import WorkerError, launch
 from anchor_embedding.recipe import Recipe
 from anchor_embedding.testing import PROSE
+from anchor_embedding.training import train
 
 WORDS = PROSE.split()
 # python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every step
@@ -135,6 +136,22 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
+    """A second run in the same folder is told which process has it; when that one is killed, the next goes on."""
+    fault(monkeypatch, "time.sleep(600)", rank="none", step=4)
+    running = started(recipe, tmp_path, nproc=1)
+    wait_until(lambda: len(steps(tmp_path)) == 3)
+    (process,) = psutil.Process(running.pid).children()
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"is in use by process {process.pid} on"):
+            train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert steps(tmp_path) == [1, 2, 3]
+    process.kill()
+    assert running.wait(20) != 0
+    train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and not list((tmp_path / "run").glob(".*"))
+
+
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +256,21 @@ def free_port():
             return port
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_before_the_processes_have_met(tmp_path, recipe, number):
+    """A process that waits inside torch for a node that says nothing ends at once, not after the time it would have to save."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        watcher = started(recipe, tmp_path, nproc=1, nodes=2, node_rank=1, rendezvous=place)
+        silent.settimeout(60)
+        with silent.accept()[0]:
+            processes = psutil.Process(watcher.pid).children()
+            watcher.send_signal(number)
+            wait_until(lambda: not alive(processes), seconds=20)
+            watcher.communicate(timeout=20)
+    assert len(processes) == 1
+
+
 @pytest.mark.slow
 def test_two_nodes(tmp_path, recipe):
     """Two watchers on one machine, a process each, make one run."""
@@ -248,3 +280,17 @@ def test_two_nodes(tmp_path, recipe):
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def test_nodes_with_different_settings_are_refused(tmp_path, recipe):
+    """One node was given another seed: no step is made, and each says why."""
+    place = f"127.0.0.1:{free_port()}"
+    nodes = []
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        given = recipe.replace(seed=rank)
+        nodes.append(started(given, tmp_path / f"node{rank}", nproc=1, nodes=2, node_rank=rank, rendezvous=place, out=str(tmp_path / "run")))
+    for node in nodes:
+        said, _ = node.communicate(timeout=120)
+        assert node.returncode != 0 and "InputError: the processes were given different settings" in said, said
+    assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()
