@@ -84,6 +84,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_embedding.bench.base_model': ('bench.html#base_model', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.batch_flops': ('bench.html#batch_flops', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.bench': ('bench.html#bench', 'anchor_embedding/bench.py'),
+                                        'anchor_embedding.bench.check_exact': ('bench.html#check_exact', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.check_kind': ('bench.html#check_kind', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.check_peers': ('bench.html#check_peers', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.check_room': ('bench.html#check_room', 'anchor_embedding/bench.py'),
