@@ -11,8 +11,8 @@ __all__ = ['TINY', 'SMOLLM2', 'QUERY', 'DOCUMENT', 'MOST', 'PAIRS', 'TEXTBOOK_PA
            'sentence_transformer', 'same_adapters', 'CachedLoss', 'Contest', 'Request', 'default', 'stage', 'told',
            'stage1', 'stage2', 'encode', 'textbook_encoder', 'their_encoder', 'Disagreement', 'difference',
            'check_same', 'check_exact', 'play', 'summary', 'table', 'part_of', 'profile', 'growth_by_length',
-           'growth_by_batch', 'tiny_shape', 'growth_by_data', 'check_peers', 'check_kind', 'find_device', 'about',
-           'contest_record', 'bench']
+           'growth_by_batch', 'shape_of', 'growth_by_data', 'check_peers', 'check_kind', 'find_device', 'about',
+           'without_bars', 'contest_record', 'bench']
 
 # %% ../nbs/59_bench.ipynb #d68cfdfa
 import ctypes
@@ -240,7 +240,7 @@ class Clock:
         if self.memory:
             self.peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
 
-
+# %% ../nbs/59_bench.ipynb #9ba0d03b
 def _wait(device):
     "Until the device has done what it was given."
     if device.type == "cuda":
@@ -489,7 +489,7 @@ class Request:
         return stored_pairs(self.data, count, say=self.say) if self.data else drawn_pairs(tokenizer, count)
 
 # %% ../nbs/59_bench.ipynb #aba0fb55
-PAIRS = {"cpu": {"stage1": 16, "stage2": 64, "encode": 192}, "cuda": {"stage1": 512, "stage2": 512, "encode": 8192}}
+PAIRS = {"cpu": {"stage1": 16, "stage2": 64, "encode": 96}, "cuda": {"stage1": 512, "stage2": 512, "encode": 8192}}
 TEXTBOOK_PAIRS = {"cpu": 8, "cuda": 32}  # of a micro-batch of the textbook
 MINI_BATCH = {"cpu": 16, "cuda": 64}  # texts of a mini-batch of sentence-transformers
 
@@ -767,7 +767,7 @@ def growth_by_batch(
     rows = []
     with base_model("tiny", device) as base:
         for kind in ("stage1", "stage2"):
-            request = Request(base, tiny_shape(base), device, "auto", (), None, 4, lambda text: None)
+            request = Request(base, shape_of(base), device, "auto", (), None, 4, lambda text: None)
             _, engine, _ = stage(request, kind)
             for budget, size in [(b, n) for b in (token_budget, 10**9) for n in batches if b == token_budget or n <= IN_ONE_PIECE]:
                 engine.objective = replace(engine.objective, token_budget=budget)
@@ -781,7 +781,7 @@ def growth_by_batch(
     return rows
 
 
-def tiny_shape(base: str) -> ModelShape:
+def shape_of(base: str) -> ModelShape:
     "The shape of the model in a folder."
     return shape_from_config(json.loads((Path(base) / "config.json").read_text(encoding="utf-8")))
 
@@ -883,7 +883,21 @@ def about(
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "commit": source_commit(), "versions": versions,
     }  # fmt: skip
 
+# %% ../nbs/59_bench.ipynb #fb9e69b1
+@contextmanager
+def without_bars() -> Iterator[None]:
+    "No progress bars of transformers between the lines of a bench."
+    from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+# %% ../nbs/59_bench.ipynb #53c8e4fb
 def contest_record(contest: Contest, shape: ModelShape, rounds: int, say: Callable[[str], None]) -> dict:
     "Check, play, sum up, take apart."
     exact = check_exact(contest)
@@ -913,8 +927,8 @@ def bench(
     for name, value in {"rounds": rounds, "pairs": pairs}.items():
         if value is not None and value < (2 if name == "pairs" else 1):
             raise InputError(f"{name} = {value}: give at least {2 if name == 'pairs' else 1}")
-    with base_model(shape, found, say) as base:
-        request = Request(base, tiny_shape(base), found, dtype, against, data, pairs, say)
+    with without_bars(), base_model(shape, found, say) as base:
+        request = Request(base, shape_of(base), found, dtype, against, data, pairs, say)
         record = {"about": about(shape, found, request.compute, rounds, data) | ({"note": note} if note else {}), "contests": {}}
         for name in kinds:
             say(f"{name} on {shape}, {record['about']['dtype']}, {record['about']['device']}")

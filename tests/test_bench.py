@@ -26,7 +26,7 @@ def fastest(rows, side):
 @pytest.fixture(scope="module")
 def request_for():
     with bench.base_model("tiny", CPU) as base:
-        yield lambda pairs: bench.Request(base, bench.tiny_shape(base), CPU, "float32", ("textbook",), None, pairs, quiet)
+        yield lambda pairs: bench.Request(base, bench.shape_of(base), CPU, "float32", ("textbook",), None, pairs, quiet)
 
 
 @pytest.mark.parametrize("kind,pairs", [("stage1", 24), ("encode", 96)])
