@@ -489,7 +489,7 @@ class Request:
         return stored_pairs(self.data, count, say=self.say) if self.data else drawn_pairs(tokenizer, count)
 
 # %% ../nbs/59_bench.ipynb #aba0fb55
-PAIRS = {"cpu": {"stage1": 16, "stage2": 64, "encode": 96}, "cuda": {"stage1": 512, "stage2": 512, "encode": 8192}}
+PAIRS = {"cpu": {"stage1": 16, "stage2": 64, "encode": 64}, "cuda": {"stage1": 512, "stage2": 512, "encode": 8192}}
 TEXTBOOK_PAIRS = {"cpu": 8, "cuda": 32}  # of a micro-batch of the textbook
 MINI_BATCH = {"cpu": 16, "cuda": 64}  # texts of a mini-batch of sentence-transformers
 
@@ -755,7 +755,7 @@ def growth_by_length(
     return rows
 
 # %% ../nbs/59_bench.ipynb #2ce028cb
-BATCHES, IN_ONE_PIECE = (64, 256, 1024, 4096), 1024  # pairs; the largest batch that is run whole
+BATCHES, IN_ONE_PIECE = (64, 256, 1024, 4096), 256  # pairs; the largest batch that is run whole
 
 
 def growth_by_batch(
@@ -771,7 +771,7 @@ def growth_by_batch(
             _, engine, _ = stage(request, kind)
             for budget, size in [(b, n) for b in (token_budget, 10**9) for n in batches if b == token_budget or n <= IN_ONE_PIECE]:
                 engine.objective = replace(engine.objective, token_budget=budget)
-                work = drawn_pairs(engine.tokenizer.tokenizer, size, (8, 0.5), (24, 0.5))
+                work = drawn_pairs(engine.tokenizer.tokenizer, size, (8, 0.5), (16, 0.5))
                 engine.run(work[:4])
                 with Clock(device, memory=True) as clock:
                     engine.run(work)
