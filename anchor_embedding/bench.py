@@ -770,7 +770,7 @@ def growth_by_batch(
     rows = []
     with base_model("tiny", device) as base:
         for kind in ("stage1", "stage2"):
-            request = Request(base, shape_of(base), device, "auto", (), None, 4, lambda text: None)
+            request = Request(base, shape_of(base), device, "float32", (), None, 4, lambda text: None)
             _, engine, _ = stage(request, kind)
             for budget, size in [(b, n) for b in (token_budget, 10**9) for n in batches if b == token_budget or n <= IN_ONE_PIECE]:
                 engine.objective = replace(engine.objective, token_budget=budget)
