@@ -709,7 +709,7 @@ def part_of(
     wide = any(vocab_size in shape for shape in shapes if isinstance(shape, list | tuple))
     return VOCABULARY if wide and found not in ("optimizer", OTHER) and "embedding" not in name else found
 
-
+# %% ../nbs/59_bench.ipynb #36b32110
 def profile(
     contest: Contest,
     vocab_size: int,
