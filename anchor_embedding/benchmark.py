@@ -107,8 +107,10 @@ def replicate(
 ) -> list[Embedder]:  # the model itself, and a copy on every further device
     "A model on several devices."
     others = list(find_devices(embedder) if devices is None else devices)[1:]
-    copies = [(copy.deepcopy(embedder.decoder).to(device), copy.deepcopy(embedder.tokenizer)) for device in others]
-    return [embedder, *(Embedder(decoder, tokenizer, embedder.pooling) for decoder, tokenizer in copies)]
+    copies = [copy.copy(embedder) for _ in others]
+    for other, device in zip(copies, others, strict=True):
+        other.decoder, other.tokenizer = copy.deepcopy(embedder.decoder).to(device), copy.deepcopy(embedder.tokenizer)
+    return [embedder, *copies]
 
 
 def encode_on(
@@ -143,7 +145,9 @@ def _as_asked(embedder: Embedder, prompts: str, max_length: int | None) -> Embed
     wording, length = prompt_wording(prompts, own.prompt), max_length or own.max_length
     if (wording, length) == (own.prompt, own.max_length):
         return embedder
-    return Embedder(embedder.decoder, TextTokenizer(own.tokenizer, own.template, length, prompt=wording), embedder.pooling)
+    other = copy.copy(embedder)
+    other.tokenizer = TextTokenizer(own.tokenizer, own.template, length, prompt=wording)
+    return other
 
 
 def check_vectors(vectors: np.ndarray, texts: Sequence[str], task: str) -> np.ndarray:
@@ -773,7 +777,7 @@ def sweep(
 
 # %% ../nbs/57_benchmark.ipynb #97239f4d
 class TaskEvaluator:
-    "Scores of a model in training on a few tasks."
+    "Scores of a model in training on a few tasks; `train` calls it with every process, which share the texts."
 
     def __init__(
         self,
@@ -789,15 +793,9 @@ class TaskEvaluator:
             raise broken[0]
         self.tasks, self.prompts, self.options = opened, check_prompts(prompts), {"batch_tokens": batch_tokens, "max_length": max_length}
 
-    def rows(self, embedder: Embedder) -> list[dict]:
-        "A line of a sweep, `{task, metric, score}`, for each task."
+    def __call__(self, embedder: Embedder) -> list[dict]:
+        "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         meta = model_meta(embedder, revision="in training", prompts=self.prompts)
         encoder = MtebEncoder(embedder, meta, self.prompts, devices=[embedder.decoder.device], **self.options)
         entries = {name: run_task(encoder, task) for name, task in self.tasks.items()}
         return [{"task": name, "metric": entry["metric"], "score": entry["main_score"]} for name, entry in entries.items()]
-
-    def __call__(self, embedder: Embedder) -> dict[str, float]:
-        "Task → main score, and the seconds it took."
-        began = time.perf_counter()
-        found = {row["task"]: row["score"] for row in self.rows(embedder)}
-        return found | {"seconds": round(time.perf_counter() - began, 1)}

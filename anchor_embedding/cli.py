@@ -58,11 +58,24 @@ def _many(args) -> bool:
     return args.nproc is not None or args.nodes != 1 or bool(args.node_rank or args.rendezvous)
 
 
+def _evaluator(args, recipe):
+    "What scores the model every `eval_every` steps; None where nothing is to."
+    if not args.eval_tasks and not args.data_dir:
+        if recipe.eval_every:
+            _say(f"eval_every = {recipe.eval_every}, but nothing to evaluate: name tasks with --eval-tasks or --data-dir")
+        return None
+    if not recipe.eval_every:
+        raise InputError("--eval-tasks and --data-dir need to know when: --set eval_every=STEPS")
+    from anchor_embedding.benchmark import TaskEvaluator
+
+    return TaskEvaluator(args.eval_tasks, args.data_dir)
+
+
 def _train_here(args, recipe, out: Path) -> Path:
     "In this process, which may be one of several that something else has started."
     from anchor_embedding.training import train
 
-    return train(recipe, out, resume=args.resume, say=_say)
+    return train(recipe, out, resume=args.resume, evaluate=_evaluator(args, recipe), say=_say)
 
 
 def _train_on_many(args, recipe, out: Path) -> Path:
@@ -70,8 +83,10 @@ def _train_on_many(args, recipe, out: Path) -> Path:
     from anchor_embedding.launch import WorkerError, launch
 
     nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
+    _evaluator(args, recipe)  # raises what the processes would raise
+    words = [f"--eval-tasks={args.eval_tasks}"] * bool(args.eval_tasks) + [f"--data-dir={args.data_dir}"] * bool(args.data_dir)
     try:
-        return launch(recipe, 1 if args.nproc is None else args.nproc, out, resume=args.resume, say=_say, **nodes)
+        return launch(recipe, 1 if args.nproc is None else args.nproc, out, resume=args.resume, words=words, say=_say, **nodes)
     except WorkerError as error:
         _say(f"anchor: {error}")
         raise SystemExit(1) from None
@@ -230,6 +245,8 @@ def _training_commands(commands) -> None:
     words.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
     words.add_argument("--dry-run", action="store_true", help="first batch forward only; ends with one JSON line of its loss terms")
     words.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    words.add_argument("--eval-tasks", metavar="TASKS", help="of MTEB, scored before, every eval_every steps and after, into evals.jsonl")
+    words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
     words.add_argument("--nproc", type=int, metavar="N", help="start N processes on this machine, one for each accelerator")
     words.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that take part; each gives the same command")
     words.add_argument("--node-rank", type=int, default=0, metavar="K", help="number of this machine, from 0")

@@ -368,6 +368,7 @@ def launch(
     plot: bool | None = None,  # the loss as a picture; None = in a notebook
     say: Callable[[str], None] = print,
     grace: float = GRACE,  # seconds that interrupted processes have to save
+    words: Sequence[str] = (),  # further ones of `anchor train` for every process, like --eval-tasks
 ) -> Path:  # the folder `final` inside `out`
     "Run a recipe on several processes. Raises `InputError` for bad input, `WorkerError` for a process that failed otherwise."
     recipe = _one_stage(recipe, overrides)
@@ -380,7 +381,7 @@ def launch(
         say(resume_line(out, first))
     with tempfile.TemporaryDirectory(prefix="anchor-") as aside, _exit_on_termination():
         recipe.save(Path(aside) / "recipe.toml")
-        arguments = ["train", str(Path(aside) / "recipe.toml"), "--out", str(out), *(["--resume"] if resume else [])]
+        arguments = ["train", str(Path(aside) / "recipe.toml"), "--out", str(out), *(["--resume"] if resume else []), *words]
         try:
             with started_workers(arguments, out / "logs", nproc, nodes, node_rank, rendezvous, grace) as workers:
                 try:

@@ -421,9 +421,11 @@ def _measure(run: Training, step: int) -> dict[str, float]:
 
 
 def _evaluate(run: Training, step: int, evaluate) -> None:
-    "Call `evaluate` on every process, and log what it returns."
+    "Call `evaluate` on every process, and log what it returns: a line of figures, or several."
     if evaluate:
-        run.folder.append("evals.jsonl", step=step, **evaluate(SharedEmbedder(run.embedder, run.accelerator)))
+        found = evaluate(SharedEmbedder(run.embedder, run.accelerator))
+        for line in found if isinstance(found, list) else [found]:
+            run.folder.append("evals.jsonl", step=step, **line)
 
 
 def _is_due(every: int, done: int, steps: int) -> bool:
@@ -465,7 +467,7 @@ def train(
     recipe: Recipe,
     out: str | Path,  # run folder
     examples: Sequence[Example] | None = None,  # in place of the data the recipe names
-    evaluate: Callable[[Embedder], dict] | None = None,  # figures to log before, during (`eval_every`) and after; every process calls it
+    evaluate: Callable[[Embedder], dict | list[dict]] | None = None,  # figures to log before, during (`eval_every`) and after; every process calls it
     resume: bool = False,  # go on from the newest checkpoint in `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,

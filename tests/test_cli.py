@@ -249,6 +249,23 @@ def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs
     assert not (tmp_path / "run").exists()
 
 
+def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(base, pairs, capsys, tmp_path):
+    folder = tmp_path / "tasks" / "sts" / "Pairs"
+    folder.mkdir(parents=True)
+    rows = [{"sentence1": " ".join(WORDS[i : i + 6]), "sentence2": " ".join(WORDS[i + i % 5 : i + 6]), "score": float(i % 5)} for i in range(21)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["train", "stage1", *settings(base, pairs, "eval_every=2"), "--eval-tasks", "Pairs", "--data-dir", str(tmp_path / "tasks")]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*words, "--out", str(one)]) == 0
+    done = command(*words, "--out", two, "--nproc", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    read = lambda run: [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["task"], line["metric"]) for line in read(one)] == [(step, "Pairs", "cosine_spearman") for step in (0, 2, 3)]
+    assert [line["score"] for line in read(two)] == pytest.approx([line["score"] for line in read(one)], abs=0.02)  # ranks may swap places
+    assert "--set eval_every=STEPS" in failure(capsys, "train", "stage1", *settings(base, pairs), "--eval-tasks", "Pairs")
+    assert "Pairs" in failure(capsys, *[word.replace("Pairs", "Pears") for word in words], "--out", tmp_path / "three")
+
+
 def environment_of_launchers():
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
