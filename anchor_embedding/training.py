@@ -47,7 +47,7 @@ from anchor_embedding.decoder import (
     merge_lora,
 )
 from .docstrings import docstring_pairs
-from .embedder import Embedder, read_settings, read_tokenizer, write_embedder
+from .embedder import Embedder, load_pause_tokens, read_settings, read_tokenizer, write_embedder
 from .errors import InputError, Stopped
 from .files import write_text
 from .packing import attention_kernel
@@ -67,6 +67,7 @@ from anchor_embedding.processes import (
 from .progress import progress_bar
 from .recipe import Recipe, closest, deviations
 from .reconstruction import Reconstruction, anchor_gain
+from .refinement import Refinement, add_pause_tokens
 from .released import ReleasedReconstruction
 from anchor_embedding.runs import (
     RunFolder,
@@ -85,7 +86,7 @@ from .store import ExampleStore, open_examples
 from .text import TextTokenizer
 
 # %% ../nbs/45_training.ipynb #90a880fd
-OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive}
+OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive, "refinement": Refinement}
 
 
 def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
@@ -203,6 +204,9 @@ def prepare_embedder(
         add_lora(decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
         if start:
             _load_adapter_weights(decoder, start)
+    soft_tokens = getattr(make_objective(recipe, tokenizer), "soft_tokens", None)
+    if soft_tokens and soft_tokens.kind == "pause":
+        load_pause_tokens(decoder, start) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if not OBJECTIVES[recipe.objective].uses_head and not tied:
         decoder.head.requires_grad_(False)
@@ -212,7 +216,7 @@ def prepare_embedder(
         compile_layers(decoder)
     kernel = attention_kernel(device.type, dtype)
     card = {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    return Embedder(decoder.train(), tokenizer, recipe.pooling), card
+    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens), card
 
 # %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -501,7 +505,7 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar) -> None:
 # %% ../nbs/45_training.ipynb #a04c0fd2
 def negatives_pool(recipe: Recipe) -> str:
     "How many texts a query is compared with, in words."
-    if recipe.objective != "contrastive":
+    if recipe.objective == "reconstruction":
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
     hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
@@ -527,7 +531,7 @@ def write_card(run: Training) -> str:
     trackers = {key: value if isinstance(value, int | float | str) else str(value) for key, value in recipe.to_dict().items()}
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
-    pool = f"; {card['negatives_pool']}" if recipe.objective == "contrastive" else ""
+    pool = f"; {card['negatives_pool']}" if recipe.objective != "reconstruction" else ""
     return f"{len(run.data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}{pool}"
 
 # %% ../nbs/45_training.ipynb #e00824d0
