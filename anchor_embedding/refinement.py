@@ -126,10 +126,14 @@ class PrefixCache:
         slots = torch.arange(max(batch.lengths), device=self.lengths.device)
         self.index = (batch.first[:, None] + slots).clamp(max=batch.num_tokens - 1)  # (n, longest)
 
+    def _rows(self, x):
+        "(n, H_kv, longest, D): the (1, H_kv, T, D) of packed texts, each text a row; what stands behind its end is masked."
+        tokens = x[0].transpose(0, 1).flatten(1).index_select(0, self.index.flatten())
+        return tokens.view(*self.index.shape, x.shape[1], x.shape[3]).transpose(1, 2)
+
     def record(self, module, query, key, value, scaling, dropout, window, softcap):
         "(1, T, H, D): the attention of the packed texts, keys and values kept."
-        rows = lambda x: x[0].transpose(0, 1).flatten(1)[self.index.flatten()].view(*self.index.shape, -1, x.shape[-1]).transpose(1, 2)
-        self.prefix.setdefault(module.layer_idx, (rows(key), rows(value)))  # a checkpointed layer comes here a second time
+        self.prefix.setdefault(module.layer_idx, (self._rows(key), self._rows(value)))  # a checkpointed layer comes here a second time
         self.soft.setdefault(module.layer_idx, {})
         bounds = {"cu_seqlens": self.batch.cu_seqlens, "lengths": self.batch.lengths}
         return packed_attention(module, query, key, value, None, scaling, dropout, window, softcap, **bounds)[0]
@@ -200,7 +204,7 @@ def _next_token(decoder, tokens, state, step):
     dtype = decoder.causal_lm.get_input_embeddings().weight.dtype
     if tokens.kind == "mixture":
         return vocabulary_mix(decoder, state, tokens.temperature).to(dtype)
-    return pause_token(decoder, step).to(dtype).expand(len(state), -1)
+    return (pause_token(decoder, step) + 0 * state).to(dtype)  # sharded weights of the last layer come back through `state` alone
 
 # %% ../nbs/28_refinement.ipynb #137194c0
 def add_pause_tokens(
