@@ -108,7 +108,7 @@ def replicate(
     "A model on several devices."
     others = list(find_devices(embedder) if devices is None else devices)[1:]
     copies = [(copy.deepcopy(embedder.decoder).to(device), copy.deepcopy(embedder.tokenizer)) for device in others]
-    return [embedder, *(Embedder(decoder, tokenizer, embedder.pooling) for decoder, tokenizer in copies)]
+    return [embedder, *(Embedder(decoder, tokenizer, embedder.pooling, embedder.soft_tokens) for decoder, tokenizer in copies)]
 
 
 def encode_on(
@@ -143,7 +143,8 @@ def _as_asked(embedder: Embedder, prompts: str, max_length: int | None) -> Embed
     wording, length = prompt_wording(prompts, own.prompt), max_length or own.max_length
     if (wording, length) == (own.prompt, own.max_length):
         return embedder
-    return Embedder(embedder.decoder, TextTokenizer(own.tokenizer, own.template, length, prompt=wording), embedder.pooling)
+    tokenizer = TextTokenizer(own.tokenizer, own.template, length, prompt=wording)
+    return Embedder(embedder.decoder, tokenizer, embedder.pooling, embedder.soft_tokens)
 
 
 def check_vectors(vectors: np.ndarray, texts: Sequence[str], task: str) -> np.ndarray:
@@ -288,7 +289,8 @@ def _folder_revision(folder: Path) -> str:
 # %% ../nbs/57_benchmark.ipynb #a63b3742
 def _tensor_revision(embedder: Embedder) -> str:
     "A hash of a model in memory and of how it reads texts."
-    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling]).encode(), digest_size=8)
+    soft = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
+    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *soft]).encode(), digest_size=8)
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -576,7 +578,8 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         base = cards[-1]["recipe"]["base"] if cards else None
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
         meta = model_meta(loaded, name, about["revision"], training, base, about["prompts"], about["max_length"])
-        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling}
+        soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
+        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling, **soft}
     else:
         meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
         device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}
