@@ -916,6 +916,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement.PrefixCache.__init__': ( 'refinement.html#prefixcache.__init__',
                                                                                                    'anchor_embedding/refinement.py'),
+                                             'anchor_embedding.refinement.PrefixCache._rows': ( 'refinement.html#prefixcache._rows',
+                                                                                                'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement.PrefixCache._visible': ( 'refinement.html#prefixcache._visible',
                                                                                                    'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement.PrefixCache.attend': ( 'refinement.html#prefixcache.attend',

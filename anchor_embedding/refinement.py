@@ -143,11 +143,10 @@ class PrefixCache:
         if softcap is not None:
             raise InputError("soft-capped attention scores (Gemma 2) are not supported")
         row = lambda x: x[0].transpose(0, 1)[:, :, None]  # (n, H_kv, 1, D)
-        earlier = self.soft[module.layer_idx]
-        blocks = self.prefix[module.layer_idx], [
-            torch.cat(x, dim=2) for x in zip(*(earlier[i] for i in range(step)), (row(key), row(value)), strict=True)
-        ]
-        earlier.setdefault(step, (row(key), row(value)))
+        new, earlier = (row(key), row(value)), self.soft[module.layer_idx]
+        earlier.setdefault(step, new)
+        so_far = zip(*(earlier[i] for i in range(step)), new, strict=True)
+        blocks = self.prefix[module.layer_idx], [torch.cat(tensors, dim=2) for tensors in so_far]
         grouped = row(query).view(len(self.lengths), key.shape[1], -1, query.shape[-1])  # (n, H_kv, H / H_kv, D)
         out = _attend_blocks(grouped, blocks, self._visible(step, window), scaling or query.shape[-1] ** -0.5, dropout)
         return out.flatten(1, 2)[None].to(query.dtype)
