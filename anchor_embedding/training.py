@@ -385,22 +385,23 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling)
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens)
         self.accelerator = accelerator
 
-    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None) -> np.ndarray:
+    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
         "See `encode_texts`; raises `InputError` when the processes ask for different texts."
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         progress = progress if rank == 0 else False
         if world == 1 or is_sharded(self.decoder) or not isinstance(texts, list | tuple) or len(texts) < world:
-            return super().encode(texts, instruction, batch_tokens, normalize, progress)
+            return super().encode(texts, instruction, batch_tokens, normalize, progress, refine_steps)
         check_same_texts(self.accelerator, texts)
         told = [instruction] * len(texts) if instruction is None or isinstance(instruction, str) else instruction
         rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
         shares = [[rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)] for r in range(world)]
         mine = shares[rank]
-        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], batch_tokens, normalize, progress)
-        vectors = np.empty((len(texts), self.dimension), np.float32)
+        settings = (batch_tokens, normalize, progress, refine_steps)
+        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], *settings)
+        vectors = np.empty((len(texts), *found.shape[1:]), np.float32)
         for share, part in zip(shares, gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)), strict=True):
             vectors[share] = part.cpu().numpy()
         return vectors

@@ -94,9 +94,11 @@ def test_vectors_do_not_depend_on_the_batch(bases, batch_tokens):
     np.testing.assert_allclose(together, alone, atol=1e-4)
 
 
-def test_dry_run_says_the_loss_of_the_first_step(bases, tmp_path):
-    recipe = Recipe(**SHARED, base=str(bases / "llama"))
-    run(recipe, tmp_path / "run")
+def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_path):
+    recipe = Recipe(**SHARED, base=str(bases / "llama"), eval_every=4)
+    final = run(recipe, tmp_path / "run", evaluate=lambda embedder: {"vectors": embedder.encode(TEXTS, refine_steps=[2, 5]).tolist()})
+    evals = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(evals[-1]["vectors"], load(final).encode(TEXTS, refine_steps=[2, 5]), rtol=1e-3, atol=1e-4)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     dry = dry_run(recipe, EXAMPLES, say=lambda text: None)
     assert dry["loss"] == pytest.approx(first["loss"], rel=1e-4)
