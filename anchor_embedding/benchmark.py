@@ -292,7 +292,8 @@ def _folder_revision(folder: Path) -> str:
 # %% ../nbs/57_benchmark.ipynb #a63b3742
 def _tensor_revision(embedder: Embedder) -> str:
     "A hash of a model in memory and of how it reads texts."
-    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling]).encode(), digest_size=8)
+    soft = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
+    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *soft]).encode(), digest_size=8)
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -580,7 +581,8 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         base = cards[-1]["recipe"]["base"] if cards else None
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
         meta = model_meta(loaded, name, about["revision"], training, base, about["prompts"], about["max_length"])
-        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling}
+        soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
+        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling, **soft}
     else:
         meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
         device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}

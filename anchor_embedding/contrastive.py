@@ -160,7 +160,7 @@ def global_terms(
     everyone = gather_rows(accelerator, own)
     everyone[accelerator.process_index] = own
     facts = by_side(gather_rows(accelerator, facts), num_pairs)
-    terms = contrastive_terms(objective, by_side(everyone, num_pairs), facts, num_pairs * len(everyone))
+    terms = objective.terms(by_side(everyone, num_pairs), facts, num_pairs * len(everyone))
     (gradient,) = torch.autograd.grad(terms["loss"], own)
     return as_numbers(terms), gradient
 
@@ -188,6 +188,10 @@ class ContrastivePasses(ContrastiveLoss):
         pools = [(row * world + rank) // self.negatives_pool if self.negatives_pool else 0 for row in rows]
         keys = [text_key(text.body) for text in batch.texts]
         return torch.tensor([keys, pools], device=device).T
+
+    def terms(self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int) -> dict[str, torch.Tensor]:
+        "See `contrastive_terms`; an objective over something else than one vector a text has terms of its own."
+        return contrastive_terms(self, vectors, facts, num_pairs)
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
         "(n, d) vectors of the texts of a micro-batch."
@@ -224,4 +228,4 @@ class Contrastive(ContrastivePasses):
         groups = self.groups(decoder, batch)
         vectors = torch.cat([decoder(self.encode, batch.take(group)) for group in groups])
         vectors = vectors[text_order(batch, groups).argsort().to(vectors.device)]
-        return as_numbers(contrastive_terms(self, vectors, self.facts(batch, vectors.device), len(batch)))
+        return as_numbers(self.terms(vectors, self.facts(batch, vectors.device), len(batch)))

@@ -121,9 +121,10 @@ def module_files(
     normalize: bool = False,  # vectors of length 1
 ) -> dict[str, object]:  # path in the folder → JSON
     "Modules, pooling, length and prompts, as sentence-transformers reads them. Raises `InputError` for a pooling it lacks."
-    if embedder.pooling not in POOLING_MODES:
-        raise InputError(f"sentence-transformers has no pooling like {embedder.pooling!r}; it can be {', '.join(POOLING_MODES)}")
-    mode, names = POOLING_MODES[embedder.pooling], ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    pooling = f"{embedder.pooling} of soft tokens" if embedder.soft_tokens else embedder.pooling
+    if pooling not in POOLING_MODES:
+        raise InputError(f"sentence-transformers has no pooling like {pooling!r}; it can be {', '.join(POOLING_MODES)}")
+    mode, names = POOLING_MODES[pooling], ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", *(f"{i}_{name}" for i, name in enumerate(names) if i)]
     made = _versions("sentence_transformers", "transformers", "torch")
     return {

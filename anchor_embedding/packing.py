@@ -186,9 +186,11 @@ ATTENTION = "anchor_packed"
 
 def packed_attention(
     module, query, key, value, attention_mask,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None, **_,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None, attend=None, **_,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D) and None out."
+    if attend is not None:
+        return attend(module, query, key, value, scaling, dropout, sliding_window, softcap), None
     if sees is not None:
         return _masked_rows(query, key, value, sees, scaling, dropout, sliding_window, softcap), None
     if cu_seqlens is None or sum(lengths) != query.shape[2]:

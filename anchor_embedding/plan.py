@@ -161,10 +161,12 @@ def lora_maps(
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     "How many parameters a recipe trains."
+    pause = recipe.soft_token_kind == "pause"
     if recipe.tuning == "lora":
-        return shape.layers * recipe.lora_rank * sum(inputs + outputs for inputs, outputs in lora_maps(recipe, shape).values())
-    unused = recipe.objective == "contrastive" and not shape.tied
-    return count_parameters(shape) - unused * shape.embeddings
+        adapters = shape.layers * recipe.lora_rank * sum(inputs + outputs for inputs, outputs in lora_maps(recipe, shape).values())
+        return adapters + (recipe.refine_steps * shape.hidden_size if pause else 0)
+    unused = (recipe.objective == "contrastive" or pause) and not shape.tied
+    return count_parameters(shape) - unused * shape.embeddings + (recipe.refine_steps * shape.hidden_size if pause else 0)
 
 # %% ../nbs/42_plan.ipynb #cbfcc891
 MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6}  # tokens
@@ -236,8 +238,8 @@ def pair_tokens(
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
     document = min(recipe.max_length, mean["document"] + mean["template"])
-    if recipe.objective == "contrastive":
-        encoded = (query, *(document,) * (1 + recipe.hard_negatives))
+    if recipe.objective != "reconstruction":
+        encoded = tuple(length + (recipe.refine_steps or 0) for length in (query, *(document,) * (1 + recipe.hard_negatives)))
         return PairTokens(query=query, document=document, negatives=recipe.hard_negatives, encoded=encoded, decoded=(), scored=0)
     extra = (mean["template"] - 1) * recipe.decode_header + recipe.predict_eos
     targets = {"query": query - mean["template"] - instruction, "document": document - mean["template"]}
@@ -269,15 +271,17 @@ def step_flops(
     full, pairs = recipe.tuning == "full", recipe.batch_size
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
-    again = recipe.objective == "contrastive" and pairs * sum(tokens.encoded) / processes > recipe.token_budget
+    again = recipe.objective != "reconstruction" and pairs * sum(tokens.encoded) / processes > recipe.token_budget
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
+    reads = pairs * len(tokens.encoded) * recipe.refine_steps if recipe.soft_token_kind == "mixture" else 0
     return {
         "forward": forward,
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
         "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
         "first pass of GradCache": forward * again,
         "vocabulary loss": head * (4 if full else 3),
+        "soft tokens": 2 * reads * shape.embeddings * ((7 if full else 5) + 2 * again),
     }
 
 # %% ../nbs/42_plan.ipynb #a6b4e627
@@ -318,7 +322,7 @@ def copy_bytes(recipe: Recipe, shape: ModelShape, processes: int) -> float:
     "What is not the weights themselves but made of them: bfloat16 copies, gathered layers and their gradients."
     full, half = recipe.tuning == "full", recipe.dtype != "float32"
     root = shape.embeddings * (1 if shape.tied else 2)
-    head = shape.embeddings * (recipe.objective == "reconstruction")
+    head = shape.embeddings * (recipe.objective != "contrastive")
     if recipe.sharding == "fsdp" and processes > 1:
         gathered = root + 2 * shape.matrices
         return gathered * (2 if half else 4) + full * (root + shape.matrices) * (6 if half else 4)
@@ -343,7 +347,7 @@ def memory(
         "Adam moments": 8 * trained / share,
         "gathered layers" if sharded else "copies in bfloat16": copy_bytes(recipe, shape, processes),
         "activations": activation_bytes(recipe, shape, tokens_at_once(recipe, tokens, processes)),
-        "logits": 16 * chunk * (recipe.objective == "reconstruction"),
+        "logits": 16 * chunk * (recipe.objective != "contrastive"),
     }
 
 # %% ../nbs/42_plan.ipynb #fbe7cbe6

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'OBJECTIVES', 'LORA', 'OWNED', 'KINDS', 'CHOICES', 'AT_LEAST', 'ABOVE_ZERO', 'UNIT', 'RULES', 'PAPER',
            'SubjectSettings', 'TextSettings', 'OptimisationSettings', 'TuningSettings', 'ObjectiveSettings',
-           'RunSettings', 'closest', 'check_type', 'check_value', 'settle', 'Saved', 'Recipe', 'check_known',
+           'RunSettings', 'owners', 'closest', 'check_type', 'check_value', 'settle', 'Saved', 'Recipe', 'check_known',
            'replace_settings', 'show_text', 'show_html', 'toml_value', 'toml_table', 'recipe_toml', 'EvaluationPlan',
            'Pipeline', 'checked_pipeline', 'pipeline_dict', 'pipeline_toml', 'takes', 'extended', 'recipe_from_dict',
            'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'override', 'shipped_recipes',
@@ -35,7 +35,7 @@ class SubjectSettings:
     "What is trained, on which data, towards which objective."
     name: str                   # of the recipe; its run lies in runs/<name>
     description: str = ""       # one line for lists
-    objective: str              # "reconstruction" (Stage I) or "contrastive" (Stage II)
+    objective: str              # "reconstruction" (Stage I), "contrastive" (Stage II) or "refinement" (GIRCSE)
     base: str                   # model to start from: a hub name, a folder, or a name this package knows
     data: str                   # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
     sampling: tuple[str, ...] = ()  # "dataset=ratio": rows of a dataset used per pass, as a share of its rows
@@ -49,7 +49,7 @@ class TextSettings:
     template: str = "auto"  # "chat" (the model's own user turn), "plain", "auto": chat where the model has one; "released"
     prompt: str = "Instruct: {instruction}\nQuery: {text}"  # of a text that has an instruction
     eos_token: str = ""     # "" takes the tokenizer's own
-    pooling: str = "eos"    # "eos", "last", "mean" or "weighted_mean"
+    pooling: str = "eos"    # "eos", "last", "mean" or "weighted_mean"; refinement: "mean" or "last" of the soft tokens
     max_length: int = 512   # tokens of the encode input, template and EOS included
 
 # %% ../nbs/40_recipe.ipynb #a8f7f049
@@ -88,7 +88,7 @@ class ObjectiveSettings:
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
     micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
-    temperature: float | None = None      # contrastive: scores are cosine / temperature
+    temperature: float | None = None      # contrastive, refinement: scores are cosine / temperature
     hard_negatives: int | None = None     # contrastive: at most this many per query; 0 = in-batch only
     negatives_pool: int | None = None     # contrastive: pairs whose texts compete; 0 = the whole batch
     mask_same_text: bool | None = None    # contrastive: a candidate with the positive's text does not compete
@@ -96,6 +96,13 @@ class ObjectiveSettings:
     matryoshka: tuple[int, ...] | None = None   # contrastive: the loss is the mean over these leading dimensions too
     symmetric_loss: bool | None = None          # contrastive: mean of query → document and document → query
     same_side_negatives: bool | None = None     # contrastive: queries compete with queries, documents with documents
+    refine_steps: int | None = None             # refinement: soft tokens behind a text, K
+    soft_token_temperature: float | None = None # refinement: of the softmax over the vocabulary
+    soft_token_kind: str | None = None          # refinement: "mixture" of the vocabulary, or trained "pause" tokens as a control
+    add_eos: bool | None = None                 # refinement: the text ends in EOS before the soft tokens
+    regularizer_weight: float | None = None     # refinement: of the penalty on steps that are worse than the one before
+    detach_regularizer: bool | None = None      # refinement: its earlier loss is a constant
+    regularizer_floor: float | None = None      # refinement: added to the losses inside its logarithms
 
 # %% ../nbs/40_recipe.ipynb #7ef9270e
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +125,16 @@ GROUPS = {
 }
 
 # %% ../nbs/40_recipe.ipynb #8a0d87a0
+_NEGATIVES = {
+    "hard_negatives": 1, "negatives_pool": 0, "mask_same_text": False, "false_negative_margin": None,
+    "matryoshka": (), "symmetric_loss": False, "same_side_negatives": False,
+}
 OBJECTIVES = {
     "reconstruction": {"alpha": 0.2, "predict_eos": False, "decode_header": False, "as_released": False, "micro_batch_size": 0},
-    "contrastive": {
-        "temperature": 0.05, "hard_negatives": 1, "negatives_pool": 0, "mask_same_text": False, "false_negative_margin": None,
-        "matryoshka": (), "symmetric_loss": False, "same_side_negatives": False,
+    "contrastive": {"temperature": 0.05, **_NEGATIVES},
+    "refinement": {
+        "temperature": 0.02, **_NEGATIVES, "refine_steps": 5, "soft_token_temperature": 1.0, "soft_token_kind": "mixture", "add_eos": True,
+        "regularizer_weight": 1.0, "detach_regularizer": True, "regularizer_floor": 1e-8,
     },
 }
 LORA = {
@@ -131,11 +143,21 @@ LORA = {
 }
 
 # %% ../nbs/40_recipe.ipynb #76745ed2
+def _owned(above, groups):
+    "key → (above, {value of above: default})."
+    keys = dict.fromkeys(key for settings in groups.values() for key in settings)
+    return {key: (above, {name: settings[key] for name, settings in groups.items() if key in settings}) for key in keys}
+
+
 OWNED = {
-    **{key: ("objective", name, default) for name, settings in OBJECTIVES.items() for key, default in settings.items()},
-    "anchor_gain_every": ("objective", "reconstruction", 0),
-    **{key: ("tuning", "lora", default) for key, default in LORA.items()},
+    **_owned("objective", OBJECTIVES), "anchor_gain_every": ("objective", {"reconstruction": 0}), **_owned("tuning", {"lora": LORA}),
 }
+
+
+def owners(key: str) -> str:
+    "In words: what the setting `key` belongs to."
+    above, defaults = OWNED[key]
+    return f"{above} " + " or ".join(f"'{name}'" for name in defaults)
 
 # %% ../nbs/40_recipe.ipynb #5759d70a
 def closest(
@@ -181,15 +203,16 @@ def check_type(
 # %% ../nbs/40_recipe.ipynb #824ec7ef
 CHOICES = {
     "objective": tuple(OBJECTIVES), "template": ("auto", "plain", "chat", "released"), "tuning": ("full", "lora"),
-    "pooling": ("eos", "last", "mean", "weighted_mean"), "dtype": ("auto", "float32", "bfloat16"),
+    "pooling": ("eos", "last", "mean", "weighted_mean"), "soft_token_kind": ("mixture", "pause"), "dtype": ("auto", "float32", "bfloat16"),
     "on_bad_row": ("error", "skip"), "sharding": ("none", "fsdp"), "tracker": ("none", "tensorboard", "wandb"),
 }
 AT_LEAST = {
     "steps": 1, "batch_size": 1, "max_length": 8, "token_budget": 8, "lora_rank": 1, "lora_alpha": 1,
     "warmup_steps": 0, "schedule_steps": 0, "checkpoint_every": 0, "eval_every": 0, "anchor_gain_every": 0,
     "hard_negatives": 0, "weight_decay": 0, "seed": 0, "keep_checkpoints": 0, "micro_batch_size": 0,
+    "refine_steps": 1, "regularizer_weight": 0, "regularizer_floor": 0,
 }
-ABOVE_ZERO = ("learning_rate", "epsilon", "max_grad_norm", "temperature")
+ABOVE_ZERO = ("learning_rate", "epsilon", "max_grad_norm", "temperature", "soft_token_temperature")
 UNIT = {"alpha": "[0, 1]", "lora_dropout": "[0, 1)", "beta1": "[0, 1)", "beta2": "[0, 1)"}
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
@@ -242,7 +265,9 @@ def check_value(
 def _conflicts(v):
     "(is it so, what is wrong) for settings that cannot stand together."
     size, micro, pool, end = v["batch_size"], v["micro_batch_size"], v["negatives_pool"], v["schedule_steps"]
-    yield v["objective"] == "contrastive" and size < 2, f"`batch_size` = {size}: contrastive learning needs at least 2 pairs in a batch"
+    yield v["objective"] != "reconstruction" and size < 2, f"`batch_size` = {size}: contrastive learning needs at least 2 pairs in a batch"
+    yield v["objective"] == "refinement" and v["pooling"] not in ("mean", "last"), (
+        f"`pooling` = {v['pooling']!r}: refinement pools the states at its soft tokens; give \"mean\" or \"last\"")
     yield 0 < end < v["steps"], (f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = {v['steps']}; "
                                  "raise it, or give 0 for the same as `steps`")
     yield micro and not v["as_released"], (f"`micro_batch_size` = {micro}: only `as_released = true` averages over micro-batches; "
@@ -258,11 +283,11 @@ def settle(
 ) -> dict:  # the same, with the defaults of what belongs to its objective and tuning
     "Fill in the settings that belong here, refuse those that do not (InputError)."
     values = dict(values)
-    for key, (above, wanted, default) in OWNED.items():
-        if values[above] == wanted:
-            values[key] = default if values[key] is None else values[key]
+    for key, (above, defaults) in OWNED.items():
+        if values[above] in defaults:
+            values[key] = defaults[values[above]] if values[key] is None else values[key]
         elif values[key] is not None:
-            raise InputError(f"`{key}` belongs to {above} '{wanted}'; this recipe is '{values[above]}': leave it out")
+            raise InputError(f"`{key}` belongs to {owners(key)}; this recipe is '{values[above]}': leave it out")
     for wrong, message in _conflicts(values):
         if wrong:
             raise InputError(message)
@@ -334,7 +359,7 @@ def replace_settings(recipe: Recipe, changes: Mapping) -> Recipe:
     "`recipe` with `changes`; what belonged to a replaced objective or tuning is dropped unless it is among them."
     check_known(changes, KINDS)
     values = {key: getattr(recipe, key) for key in KINDS}
-    for key, (above, _, _) in OWNED.items():
+    for key, (above, _) in OWNED.items():
         if changes.get(above, values[above]) != values[above]:
             values[key] = None
     return Recipe(**{**values, **changes})
@@ -509,8 +534,8 @@ def takes(
     "Whether a stage with these settings has the setting `key`."
     if key not in OWNED:
         return True
-    above, wanted, _ = OWNED[key]
-    return settings.get(above, "full") == wanted
+    above, defaults = OWNED[key]
+    return settings.get(above, "full") in defaults
 
 # %% ../nbs/40_recipe.ipynb #74052240
 def extended(
@@ -571,7 +596,7 @@ def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
             raise InputError(f"stage `{name}`: {e}") from None
     for key in shared:
         if not any(takes(key, s.to_dict()) for s in stages.values()):
-            raise InputError(f"`{key}` in [shared] belongs to {OWNED[key][0]} '{OWNED[key][1]}'; no stage is that: leave it out")
+            raise InputError(f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out")
     if "name" not in doc:
         raise InputError("`name` is missing: a pipeline has no default for it")
     top = {key: doc[key] for key in ("name", "description") if key in doc}
@@ -597,7 +622,7 @@ def from_toml(
 def parse_value(key: str, text: str, kind: type):
     "Text in the type of its setting: true/false for bool, a comma between the items of a list, `none` for what may be off."
     text, many = text.strip(), typing.get_origin(kind) is tuple
-    if text == "none" and OWNED.get(key, (0, 0, 0))[2] is None:
+    if text == "none" and None in OWNED.get(key, (0, {}))[1].values():
         return None
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -641,7 +666,7 @@ def _changes(pipeline, overrides):
         settings = {s: {**recipe.to_dict(), **changes[s]} for s, recipe in pipeline.stages.items()}
         fit = [s for s in changes if s == stage or (not stage and takes(name, settings[s]))]
         if not fit:
-            raise InputError(f"`{key}` belongs to {OWNED[name][0]} '{OWNED[name][1]}'; no stage of '{pipeline.name}' is that")
+            raise InputError(f"`{key}` belongs to {owners(name)}; no stage of '{pipeline.name}' is that")
         for s in fit:
             if f"{s}.{name}" not in overrides or stage:
                 changes[s][name] = overrides[key]
@@ -727,7 +752,7 @@ def load_recipe(
     return override(_load(name_or_path), overrides)
 
 # %% ../nbs/40_recipe.ipynb #93817916
-PAPER = {"reconstruction": "stage1", "contrastive": "stage2"}  # objective → the paper's recipe
+PAPER = {"reconstruction": "stage1", "contrastive": "stage2", "refinement": "mistral-7b/gircse"}  # objective → its paper's recipe
 
 
 def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)

@@ -47,7 +47,7 @@ from anchor_embedding.decoder import (
     merge_lora,
 )
 from .docstrings import docstring_pairs
-from .embedder import Embedder, read_settings, read_tokenizer, write_embedder
+from .embedder import Embedder, load_pause_tokens, read_settings, read_tokenizer, write_embedder
 from .errors import InputError, Stopped
 from .files import write_text
 from .packing import attention_kernel
@@ -67,6 +67,7 @@ from anchor_embedding.processes import (
 from .progress import progress_bar
 from .recipe import Recipe, closest, deviations
 from .reconstruction import Reconstruction, anchor_gain
+from .refinement import Refinement, add_pause_tokens
 from .released import ReleasedReconstruction
 from anchor_embedding.runs import (
     RunFolder,
@@ -85,7 +86,7 @@ from .store import ExampleStore, open_examples
 from .text import TextTokenizer
 
 # %% ../nbs/45_training.ipynb #90a880fd
-OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive}
+OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive, "refinement": Refinement}
 
 
 def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
@@ -203,6 +204,9 @@ def prepare_embedder(
         add_lora(decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
         if start:
             _load_adapter_weights(decoder, start)
+    soft_tokens = getattr(make_objective(recipe, tokenizer), "soft_tokens", None)
+    if soft_tokens and soft_tokens.kind == "pause":
+        load_pause_tokens(decoder, start) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if not OBJECTIVES[recipe.objective].uses_head and not tied:
         decoder.head.requires_grad_(False)
@@ -212,7 +216,7 @@ def prepare_embedder(
         compile_layers(decoder)
     kernel = attention_kernel(device.type, dtype)
     card = {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    return Embedder(decoder.train(), tokenizer, recipe.pooling), card
+    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens), card
 
 # %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -381,22 +385,23 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling)
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens)
         self.accelerator = accelerator
 
-    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None) -> np.ndarray:
+    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
         "See `encode_texts`; raises `InputError` when the processes ask for different texts."
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         progress = progress if rank == 0 else False
         if world == 1 or is_sharded(self.decoder) or not isinstance(texts, list | tuple) or len(texts) < world:
-            return super().encode(texts, instruction, batch_tokens, normalize, progress)
+            return super().encode(texts, instruction, batch_tokens, normalize, progress, refine_steps)
         check_same_texts(self.accelerator, texts)
         told = [instruction] * len(texts) if instruction is None or isinstance(instruction, str) else instruction
         rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
         shares = [[rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)] for r in range(world)]
         mine = shares[rank]
-        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], batch_tokens, normalize, progress)
-        vectors = np.empty((len(texts), self.dimension), np.float32)
+        settings = (batch_tokens, normalize, progress, refine_steps)
+        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], *settings)
+        vectors = np.empty((len(texts), *found.shape[1:]), np.float32)
         for share, part in zip(shares, gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)), strict=True):
             vectors[share] = part.cpu().numpy()
         return vectors
@@ -503,7 +508,7 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar) -> None:
 # %% ../nbs/45_training.ipynb #a04c0fd2
 def negatives_pool(recipe: Recipe) -> str:
     "How many texts a query is compared with, in words."
-    if recipe.objective != "contrastive":
+    if recipe.objective == "reconstruction":
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
     hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
@@ -529,7 +534,7 @@ def write_card(run: Training) -> str:
     trackers = {key: value if isinstance(value, int | float | str) else str(value) for key, value in recipe.to_dict().items()}
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
-    pool = f"; {card['negatives_pool']}" if recipe.objective == "contrastive" else ""
+    pool = f"; {card['negatives_pool']}" if recipe.objective != "reconstruction" else ""
     return f"{len(run.data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}{pool}"
 
 # %% ../nbs/45_training.ipynb #e00824d0

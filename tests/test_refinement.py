@@ -1,0 +1,154 @@
+"""GIRCSE end to end on tiny models: trained by a recipe, stopped and resumed, saved as weights and as adapters, loaded and encoded with any
+number of steps; several processes compute what one does."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_distributed import PAIRS, start
+
+from anchor_embedding.data import Example
+from anchor_embedding.decoder import merge_lora
+from anchor_embedding.embedder import Embedder
+from anchor_embedding.errors import InputError
+from anchor_embedding.recipe import Recipe
+from anchor_embedding.refinement import SoftTokens
+from anchor_embedding.testing import tiny_model, tiny_tokenizer
+from anchor_embedding.training import dry_run, train
+
+EXAMPLES = [Example(query, positive, tuple(negatives), "pairs") for query, positive, negatives in PAIRS]
+TEXTS = ["The anchor holds the ship.", "", "A query asks in a few words. " * 20, "錨は船を支える。"]
+SHARED = dict(
+    name="run", objective="refinement", pooling="mean", data="-", steps=4, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40,
+    dtype="float32", refine_steps=3, token_budget=60,
+)  # fmt: skip
+LORA = dict(tuning="lora", lora_rank=4, lora_alpha=16, lora_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A model of every family of interest: tied and untied."""
+    folder = tmp_path_factory.mktemp("refinement")
+    for kind, tied in {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}.items():
+        tiny_model(kind, tied=tied, initializer_range=0.1).save_pretrained(folder / kind)
+        tiny_tokenizer("smollm2").save_pretrained(folder / kind)
+    return folder
+
+
+def run(recipe, out, **settings):
+    return train(recipe, out, EXAMPLES, progress=False, say=lambda text: None, **settings)
+
+
+def load(folder):
+    return Embedder.from_pretrained(folder, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["mixture", "pause"])
+@pytest.mark.parametrize(("base", "tuning"), [("llama", {}), ("qwen2", {}), ("qwen3", LORA), ("mistral", LORA)])
+def test_trained_resumed_saved_and_loaded(bases, tmp_path, base, tuning, kind):
+    recipe = Recipe(**SHARED, **tuning, base=str(bases / base), soft_token_kind=kind, checkpoint_every=2)
+    final = run(recipe, tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and all(np.isfinite(line["loss"]) and line["regularizer"] >= 0 for line in lines)
+    embedder = load(final)
+    assert embedder.soft_tokens.steps == 3 and embedder.soft_tokens.kind == kind and embedder.pooling == "mean"
+    vectors = embedder.encode(TEXTS)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    for name in ("final", "step-000004"):
+        shutil.rmtree(tmp_path / "stopped" / name)
+    resumed = run(recipe, tmp_path / "stopped", resume=True)
+    for file in ["model.safetensors"] + ["pause_tokens.safetensors"] * (kind == "pause"):
+        ours, expected = load_file(resumed / file), load_file(final / file)
+        assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
+
+    checkpoint = load(tmp_path / "whole" / "step-000004")  # the adapter, where there is one
+    np.testing.assert_allclose(checkpoint.encode(TEXTS), vectors, rtol=1e-3, atol=1e-3)
+    if kind == "pause":
+        first = load_file(tmp_path / "whole" / "step-000002" / "pause_tokens.safetensors")["pause_tokens"]
+        assert first.shape == (3, 32) and not torch.equal(first, embedder.decoder.pause_tokens)
+
+
+def test_adapter_and_merged_weights_give_the_same_vectors(bases, tmp_path):
+    recipe = Recipe(**SHARED, **LORA, base=str(bases / "qwen2"), checkpoint_every=4)
+    run(recipe, tmp_path / "run")
+    adapter = load(tmp_path / "run" / "step-000004")
+    assert (tmp_path / "run" / "step-000004" / "adapter_config.json").exists()
+    merge_lora(adapter.decoder)
+    adapter.save_pretrained(tmp_path / "merged")
+    for steps in (1, 3, 7):
+        expected = adapter.encode(TEXTS, refine_steps=steps)
+        for folder in ("merged", "run/final"):
+            np.testing.assert_allclose(load(tmp_path / folder).encode(TEXTS, refine_steps=steps), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
+def test_vectors_do_not_depend_on_the_batch(bases, batch_tokens):
+    embedder = Embedder.from_pretrained(bases / "llama", dtype="float32", device="cpu", pooling="mean", soft_tokens=SoftTokens(steps=20))
+    texts = [query for query, _, _ in PAIRS] + [positive for _, positive, _ in PAIRS[:24]]
+    alone = np.stack([embedder.encode(text, refine_steps=[1, 5, 20], normalize=True) for text in texts])
+    together = embedder.encode(texts, refine_steps=[1, 5, 20], normalize=True, batch_tokens=batch_tokens)
+    np.testing.assert_allclose(together, alone, atol=1e-4)
+
+
+def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_path):
+    recipe = Recipe(**SHARED, base=str(bases / "llama"), eval_every=4)
+    final = run(recipe, tmp_path / "run", evaluate=lambda embedder: {"vectors": embedder.encode(TEXTS, refine_steps=[2, 5]).tolist()})
+    evals = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(evals[-1]["vectors"], load(final).encode(TEXTS, refine_steps=[2, 5]), rtol=1e-3, atol=1e-4)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    dry = dry_run(recipe, EXAMPLES, say=lambda text: None)
+    assert dry["loss"] == pytest.approx(first["loss"], rel=1e-4)
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["recipe"]["refine_steps"] == 3 and card["negatives_pool"].startswith("7 in-batch positives")
+
+
+def test_one_step_trains_without_a_regularizer(bases, tmp_path):
+    run(Recipe(**SHARED | {"refine_steps": 1}, base=str(bases / "llama")), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["regularizer"] == 0 and np.isfinite(line["loss"]) for line in lines)
+
+
+def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
+    embedder = Embedder.from_pretrained(bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens())
+    with pytest.raises(InputError, match="no pooling like 'mean of soft tokens'"):
+        embedder.export(tmp_path / "export")
+    with pytest.raises(InputError, match="`refine_steps` = 0: must be at least 1"):
+        Recipe(**SHARED | {"refine_steps": 0}, base="-")
+    with pytest.raises(InputError, match="40 tokens and 1000 refinement steps exceed the model's context of 1024"):
+        run(Recipe(**SHARED | {"refine_steps": 1000}, base=str(bases / "llama")), tmp_path / "long")
+    assert not (tmp_path / "long" / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def groups(bases, tmp_path_factory):
+    """{(processes, sharding, case): (tensors, losses) of the first rank}."""
+    folder, found = tmp_path_factory.mktemp("groups"), {}
+    for processes, shardings in ((1, ("none",)), (2, ("none", "fsdp"))):
+        keys = [(processes, sharding, case) for sharding in shardings for case in CASES]
+        recipes = {key: Recipe(**SHARED | CASES[key[2]], sharding=key[1], base=str(bases / "qwen2")) for key in keys}
+        start(folder, processes, [("-".join(map(str, key)), recipe, False, False) for key, recipe in recipes.items()])
+        for key in keys:
+            out = folder / "-".join(map(str, key))
+            found[key] = load_file(out / "rank0.safetensors"), json.loads((out / "rank0.json").read_text())
+    return found
+
+
+CASES = {
+    "full": {"learning_rate": 1e-3}, "full_whole": {"learning_rate": 1e-3, "token_budget": 10_000},
+    "lora": {**LORA, "lora_dropout": 0.0, "learning_rate": 1e-3},
+    "pause": {**LORA, "lora_dropout": 0.0, "learning_rate": 1e-3, "soft_token_kind": "pause"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(groups, case, sharding):
+    (alone, losses), (ours, our_losses) = groups[1, "none", case], groups[2, sharding, case]
+    assert ours.keys() == alone.keys() and our_losses == pytest.approx(losses, rel=1e-3)
+    for name, tensor in alone.items():
+        if name.startswith("gradient"):
+            assert (ours[name] - tensor).abs().max() <= 1e-3 * tensor.abs().max(), name
