@@ -87,11 +87,11 @@ def token_budget_batches(
     return batches
 
 # %% ../nbs/10_packing.ipynb #5bfb4ae2
-def _window_mask(length: int, window: int, device) -> torch.Tensor:
-    "(length, length) bool: True where a query may see a key, causal within `window`."
+def _window_mask(length: int, window: int, device, causal: bool = True) -> torch.Tensor:
+    "(length, length) bool: True where a query may see a key, within `window`."
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    return (distance >= 0) & (distance < window) if causal else distance.abs() < window
 
 
 def sdpa_per_sequence(
@@ -103,16 +103,17 @@ def sdpa_per_sequence(
     window: int | None = None,  # sliding window in tokens
     dropout: float = 0.0,
     float32_below: int = 0,  # texts shorter than this are computed in float32
+    causal: bool = True,  # False: a token also sees those after it
 ):  # (1, H, T, D)
-    "Causal attention of every text over itself, one text at a time."
+    "Attention of every text over itself, one text at a time."
     out = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         if q.shape[2] < float32_below:
             q, k, v = q.float(), k.float(), v.float()
         cut = window is not None and q.shape[2] > window
-        mask = _window_mask(q.shape[2], window, q.device) if cut else None
+        mask = _window_mask(q.shape[2], window, q.device, causal) if cut else None
         states = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=not cut, scale=scale, dropout_p=dropout, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=causal and not cut, scale=scale, dropout_p=dropout, enable_gqa=True
         )
         out.append(states.to(query.dtype))
     return torch.cat(out, dim=2)
@@ -134,27 +135,27 @@ def attention_kernel(
     return "torch-varlen" if find_spec("torch.nn.attention.varlen") else "sdpa-per-sequence"
 
 
-def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout):
+def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
     "(T, H, D) through flash-attn's variable-length kernel."
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=window,
+        dropout_p=dropout, softmax_scale=scale, causal=causal, window_size=window,
     )  # fmt: skip
 
 
-def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout):
+def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
     "(T, H, D) through torch's variable-length kernel; it has no attention dropout."
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
         raise InputError("torch's varlen attention has no dropout; install flash-attn or set attention_dropout = 0")
-    causal = {"window_size": window}
+    seen = {"window_size": window}
     if "is_causal" in inspect.signature(varlen_attn).parameters:
-        causal = {"is_causal": True}
+        seen = {"is_causal": causal}
     return varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, enable_gqa=True, **causal
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, enable_gqa=True, **seen
     )
 
 # %% ../nbs/10_packing.ipynb #fd387c6d
@@ -186,7 +187,8 @@ ATTENTION = "anchor_packed"
 
 def packed_attention(
     module, query, key, value, attention_mask,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None, attend=None, **_,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None,
+    attend=None, is_causal=True, **_,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D) and None out."
     if attend is not None:
@@ -201,12 +203,13 @@ def packed_attention(
     if kernel == "sdpa-per-sequence":
         training = query.device.type == "cpu" and (module.training or query.requires_grad)
         short = FLOAT32_BELOW if training and query.dtype != torch.float32 else 0
-        out = sdpa_per_sequence(query, key, value, lengths, scaling, sliding_window, dropout, short)
+        out = sdpa_per_sequence(query, key, value, lengths, scaling, sliding_window, dropout, short, is_causal)
         return out.transpose(1, 2), None
     run = _flash_attention if kernel == "flash-attn" else _torch_varlen
-    window = (sliding_window - 1 if sliding_window else -1, 0)
+    reach = sliding_window - 1 if sliding_window else -1
+    window = (reach, 0 if is_causal else reach)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout)
+    out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout, is_causal)
     return out[None], None
 
 
@@ -223,6 +226,7 @@ def packed_forward(
     backbone,  # a transformers model without head, attention set to `ATTENTION`
     batch: PackedBatch,
     embeddings: torch.Tensor | None = None,  # (T, d) in place of the embedded ids
+    causal: bool = True,  # False: a token also sees those after it in its text
 ) -> torch.Tensor:  # (T, d)
     "Last hidden states (after the final norm) of a packed batch."
     inputs = {"input_ids": batch.ids[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
@@ -231,6 +235,7 @@ def packed_forward(
         position_ids=batch.positions[None],
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
+        is_causal=causal,
         use_cache=False,
     )
     return out.last_hidden_state[0]
