@@ -64,6 +64,10 @@ class ReleasedPasses:
     pooling: str = "eos"  # the last token's state
     token_budget: int = 8192  # taken as by the other objectives; without effect
 
+    def weights(self) -> dict[str, float]:
+        "Every direction and its weight in the loss."
+        return {"q2d": self.alpha, "d2q": 1 - self.alpha}
+
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of `micro_batch_size` pairs."
         size, rows = self.micro_batch_size or len(batch), range(len(batch))
