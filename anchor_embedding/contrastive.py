@@ -176,6 +176,7 @@ class ContrastivePasses(ContrastiveLoss):
 
     pooling: str = "eos"
     token_budget: int = 8192  # tokens of a micro-batch; does not change the result
+    scale: float = 1.0  # of the gradient: the weight of this loss where it stands beside another
 
     def groups(self, model, batch: TokenBatch) -> list[list[int]]:
         "The rows of every micro-batch."
@@ -215,7 +216,7 @@ class Contrastive(ContrastivePasses):
                 vectors.append(model(self.encode, part))
         order, facts = text_order(batch, groups).to(device), self.facts(batch, device, accelerator.process_index, world)
         terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
-        upstreams = (gradient[order] * world).split([*map(len, vectors)])  # wrappers average over ranks
+        upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
         for index, (part, state, upstream) in enumerate(zip(parts, states, upstreams, strict=True)):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1), replayed(state, device):
                 again = vectors[0] if alone else model(self.encode, part)
