@@ -19,9 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from . import __version__
+from .bidirectional import set_attention
 from anchor_embedding.decoder import (
     POOLINGS,
     CausalDecoder,
+    check_echo,
     choose_device,
     choose_dtype,
     load_decoder,
@@ -39,6 +41,18 @@ from .text import PROMPT, TextTokenizer
 SETTINGS_FILE = "anchor_embedding.json"
 
 # %% ../nbs/35_embedder.ipynb #4cb7b9c0
+def _check_reading(decoder, tokenizer, pooling, soft_tokens):
+    "Raise `InputError` for a pooling, an attention, a length and soft tokens that do not go together."
+    known = STEP_POOLINGS if soft_tokens else POOLINGS
+    if pooling not in known:
+        raise InputError(f"pooling is {pooling!r}; give one of {', '.join(known)}")
+    if soft_tokens and decoder.attention != "causal":
+        raise InputError("soft tokens follow a text that is read causally: leave attention or soft_tokens out")
+    if soft_tokens:
+        check_context(decoder, tokenizer.max_length, soft_tokens.steps)
+    check_echo(decoder, pooling, tokenizer.max_length)
+
+# %% ../nbs/35_embedder.ipynb #996e674a
 class Embedder:
     "Texts in, vectors out: a decoder, its text tokenizer and its pooling."
 
@@ -46,14 +60,10 @@ class Embedder:
         self,
         decoder: CausalDecoder,
         tokenizer: TextTokenizer,
-        pooling: str = "eos",  # "eos", "last", "mean" or "weighted_mean"; with soft tokens "mean" or "last"
+        pooling: str = "eos",  # "eos", "last", "mean" or "weighted_mean", "echo_eos", "echo_mean"; with soft tokens "mean" or "last"
         soft_tokens: SoftTokens | None = None,  # how a text is continued before its states are pooled; None = not at all
     ):
-        known = STEP_POOLINGS if soft_tokens else POOLINGS
-        if pooling not in known:
-            raise InputError(f"pooling is {pooling!r}; give one of {', '.join(known)}")
-        if soft_tokens:
-            check_context(decoder, tokenizer.max_length, soft_tokens.steps)
+        _check_reading(decoder, tokenizer, pooling, soft_tokens)
         self.decoder, self.tokenizer, self.pooling, self.soft_tokens = decoder, tokenizer, pooling, soft_tokens
 
     @classmethod
@@ -73,9 +83,10 @@ class Embedder:
             write_embedder(self, aside)
 
     def __repr__(self) -> str:
-        model, weights = type(self.decoder.causal_lm).__name__, self.decoder.head.weight
+        model, dtype = type(self.decoder.causal_lm).__name__, self.decoder.head.weight.dtype
+        attention = ", bidirectional" if self.decoder.attention == "bidirectional" else ""
         pooling = f"{self.pooling} pooling" + (f" of {self.soft_tokens.steps} soft tokens" if self.soft_tokens else "")
-        return f"Embedder({model}, {self.dimension} dimensions, {self.tokenizer}, {pooling}, {weights.dtype})"
+        return f"Embedder({model}{attention}, {self.dimension} dimensions, {self.tokenizer}, {pooling}, {dtype})"
 
 # %% ../nbs/35_embedder.ipynb #f5f1f1a8
 def _read(self, texts, instruction=None, **settings):
@@ -199,7 +210,8 @@ def write_embedder(
 def write_settings(embedder: Embedder, folder: Path) -> None:
     "Write `anchor_embedding.json`: what a text becomes and how its states become a vector."
     soft = {"soft_tokens": asdict(embedder.soft_tokens)} if embedder.soft_tokens else {}
-    settings = {**embedder.tokenizer.config(), "pooling": embedder.pooling, **soft, "version": __version__}
+    reading = {"pooling": embedder.pooling, "attention": embedder.decoder.attention, **soft}
+    settings = {**embedder.tokenizer.config(), **reading, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
 
 
@@ -211,9 +223,10 @@ def read_settings(
     if not path.exists():
         return {}
     try:
-        settings = {"prompt": PROMPT} | json.loads(path.read_text())  # models saved before it was a setting have none
+        before = {"prompt": PROMPT, "attention": "causal"}  # models saved before these were settings have none
+        settings = before | json.loads(path.read_text())
         soft = {"soft_tokens": SoftTokens(**settings["soft_tokens"])} if "soft_tokens" in settings else {}
-        return {key: settings[key] for key in ("template", "max_length", "eos_token", "prompt", "pooling")} | soft
+        return {key: settings[key] for key in ("template", "max_length", "eos_token", "prompt", "pooling", "attention")} | soft
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
 
@@ -234,18 +247,19 @@ def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
     dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto": as stored, products in bfloat16 where the hardware does it; "stored": as stored
     device: str | torch.device | None = None,  # None = the accelerator if there is one
-    **settings,  # template, max_length, eos_token, prompt, pooling, soft_tokens: in place of the saved ones
+    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens: in place of the saved ones
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)
     path = resolve_base(str(name)).path
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
-    settings = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos"} | read_settings(path) | settings
-    pooling, soft_tokens = settings.pop("pooling"), settings.pop("soft_tokens", None)
+    defaults = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos", "attention": "causal", "soft_tokens": None}
+    settings = defaults | read_settings(path) | settings
+    pooling, attention, soft_tokens = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens"))
     tokenizer = TextTokenizer(read_tokenizer(path), **settings)
     path = own if ((own := own_files(path)) / "adapter_config.json").exists() else path
-    decoder = load_decoder(path, weights, device, compute)
+    decoder = set_attention(load_decoder(path, weights, device, compute), attention)
     if soft_tokens and soft_tokens.kind == "pause":
         load_pause_tokens(decoder, own)
     return Embedder(decoder, tokenizer, pooling, soft_tokens)
