@@ -10,11 +10,14 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from anchor_embedding.batches import Instructions, TokenBatch, tokenize_batch
+from anchor_embedding.bidirectional import MaskedPrediction, set_attention
 from anchor_embedding.contrastive import Contrastive
 from anchor_embedding.data import Example
 from anchor_embedding.decoder import CausalDecoder
 from anchor_embedding.packing import ATTENTION
+from anchor_embedding.pretexts import BagOfTokens, ContrastedReconstruction
 from anchor_embedding.processes import shard, whole_tensors
+from anchor_embedding.reconstruction import Reconstruction
 from anchor_embedding.released import ReleasedReconstruction
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.text import TextTokenizer
@@ -25,6 +28,10 @@ CASES = {  # tokens of a micro-batch are chosen so that some processes need seve
     "options": Contrastive(token_budget=150, **OPTIONS),
     "pools": Contrastive(token_budget=150, negatives_pool=4),
     "released": ReleasedReconstruction(eos_id=2, micro_batch_size=2),
+    "bag": BagOfTokens(token_budget=150),
+    "mntp": MaskedPrediction(mask_id=9, mask_share=1.0, token_budget=150),  # all masked: nothing is left to chance
+    "itself": Reconstruction(target="itself", target_tokens=9, first_tokens=3, first_weight=2.0, anchor_gradient=2.0, token_budget=150),
+    "contrasted": ContrastedReconstruction(contrastive_weight=0.5, pooling="echo_mean", token_budget=150),
 }
 
 
@@ -44,6 +51,7 @@ def gradients(
     """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after the first."""
     decoder = CausalDecoder(tiny_model("llama", tied=case != "released"))
     decoder.model.set_attn_implementation(ATTENTION)
+    set_attention(decoder, "bidirectional" if case == "mntp" else "causal")
     model = shard(decoder, torch.float32) if sharded else accelerator.prepare_model(decoder)
     for _ in range(2):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Two processes (gloo, CPU; DDP and FSDP2) compute the gradients of one: the contrastive loss with every option, and the released Stage I."""
+"""Two processes (gloo, CPU; DDP and FSDP2) compute the gradients of one: contrastive with every option, released Stage I, other pretexts."""
 
 import os
 import subprocess

@@ -1,0 +1,116 @@
+"""The other pretexts from recipe to saved model: every objective and option trains, resumes, and is read back as it was trained."""
+
+import json
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anchor_embedding.benchmark import model_revision
+from anchor_embedding.data import Example
+from anchor_embedding.decoder import POOLINGS
+from anchor_embedding.embedder import Embedder
+from anchor_embedding.errors import InputError
+from anchor_embedding.packing import ATTENTION, attention_kernel, pack, packed_forward
+from anchor_embedding.recipe import CHOICES, OBJECTIVES, Recipe
+from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.training import OBJECTIVES as CLASSES
+from anchor_embedding.training import dry_run, make_objective, prepare_embedder, train
+
+warnings.simplefilter("ignore", FutureWarning)
+WORDS = PROSE.split()
+PAIRS = [Example(" ".join(WORDS[i : i + 5]), " ".join(WORDS[i + 5 : i + 17])) for i in range(0, 72, 3)]
+STAGE_1_OPTIONS = dict(
+    target_tokens=8, first_tokens=3, first_weight=2.0, input_dropout=0.4, anchor_gradient=2.0, contrastive_weight=0.5, contrastive_temperature=0.1
+)
+CASES = {
+    "itself": dict(objective="reconstruction", target="itself"),
+    "options": dict(objective="reconstruction", **STAGE_1_OPTIONS),
+    "llama2vec": dict(objective="bag_of_tokens"),
+    "mntp": dict(objective="mntp", attention="bidirectional", pooling="mean", mask_token="a"),
+    "mntp with LoRA": dict(objective="mntp", attention="bidirectional", pooling="mean", mask_token="a", tuning="lora", lora_rank=4),
+    "llm2vec": dict(objective="contrastive", attention="bidirectional", pooling="mean", tuning="lora", lora_rank=4),
+    "echo": dict(objective="contrastive", pooling="echo_mean", tuning="lora", lora_rank=4),
+    "bidirectional anchors": dict(objective="reconstruction", attention="bidirectional", pooling="echo_eos"),
+}
+
+
+def quiet(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", tied=False).save_pretrained(folder)
+    tiny_tokenizer("smollm2").save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(base, case, **changes):
+    settings = dict(name="case", base=base, data="-", steps=6, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40)
+    return Recipe(**{**settings, "dtype": "float32", "checkpoint_every": 3, "token_budget": 150, **CASES[case], **changes})
+
+
+def test_choices_are_what_the_code_has():
+    assert set(CHOICES["pooling"]) == set(POOLINGS) and set(OBJECTIVES) == set(CLASSES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_resumes_and_is_read_back(base, case, tmp_path):
+    stage = recipe(base, case)
+    final = train(stage, tmp_path / "whole", PAIRS, progress=False, say=quiet)
+    metrics = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    if not stage.input_dropout and stage.tuning == "full" and stage.objective != "mntp":  # the others draw
+        assert dry_run(stage, PAIRS, say=quiet)["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-4)
+
+    settings = json.loads((final / "anchor_embedding.json").read_text())
+    assert (settings["attention"], settings["pooling"]) == (stage.attention, stage.pooling)
+    loaded = Embedder.from_pretrained(final, dtype="float32", device="cpu")
+    vectors = loaded.encode([pair.query for pair in PAIRS])
+    assert loaded.decoder.attention == stage.attention and np.isfinite(vectors).all()
+    other = Embedder.from_pretrained(final, dtype="float32", device="cpu", attention="causal", pooling="eos")
+    if (stage.attention, stage.pooling) != ("causal", "eos"):
+        assert np.abs(vectors - other.encode([pair.query for pair in PAIRS])).max() > 0.01
+    if stage.attention == "bidirectional":
+        both = Embedder.from_pretrained(final, dtype="float32", device="cpu", pooling="eos")
+        assert model_revision(both) != model_revision(other)
+        with pytest.raises(InputError, match="read this model causally"):
+            loaded.export(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("case", ["options", "mntp"])
+def test_resumed_equals_uninterrupted(base, case, tmp_path):
+    stage = recipe(base, case)
+    whole = load_file(train(stage, tmp_path / "whole", PAIRS, progress=False, say=quiet) / "model.safetensors")
+    train(stage, tmp_path / "part", PAIRS, progress=False, say=quiet)
+    for name in ("final", "step-000006"):
+        shutil.rmtree(tmp_path / "part" / name)
+    resumed = load_file(train(stage, tmp_path / "part", PAIRS, resume=True, progress=False, say=quiet) / "model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_what_cannot_be_is_refused(base):
+    with pytest.raises(InputError, match="needs 1199 positions, LlamaForCausalLM has 1024; set max_length to at most 512"):
+        prepare_embedder(recipe(base, "echo", max_length=600), torch.device("cpu"), say=quiet)
+    embedder, _ = prepare_embedder(recipe(base, "mntp"), torch.device("cpu"), say=quiet)
+    with pytest.raises(InputError, match="mask_token 'the ship sails' is"):
+        make_objective(recipe(base, "mntp", mask_token="the ship sails"), embedder.tokenizer)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_both_directions_on_cuda():
+    """The kernels for a packed row in half precision, against one text at a time in float32."""
+    model = tiny_model("mistral", sliding_window=16).cuda()
+    model.set_attn_implementation(ATTENTION)
+    batch = pack([list(range(5, 5 + n)) for n in (40, 3, 17)], "cuda")
+    with torch.no_grad():
+        exact = packed_forward(model.model, batch, causal=False)
+        causal = packed_forward(model.model, batch)
+        coarse = packed_forward(model.bfloat16().model, batch, causal=False).float()
+    assert attention_kernel("cuda", torch.bfloat16) != "sdpa-per-sequence"
+    assert (coarse - exact).norm() < 0.1 * exact.norm() < (causal - exact).norm()
