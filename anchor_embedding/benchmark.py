@@ -292,8 +292,9 @@ def _folder_revision(folder: Path) -> str:
 # %% ../nbs/57_benchmark.ipynb #a63b3742
 def _tensor_revision(embedder: Embedder) -> str:
     "A hash of a model in memory and of how it reads texts."
-    soft = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
-    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *soft]).encode(), digest_size=8)
+    more = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
+    more += [embedder.decoder.attention] if embedder.decoder.attention != "causal" else []
+    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *more]).encode(), digest_size=8)
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -416,6 +416,8 @@ def export_embedder(
     folder, source = _free_folder(folder), None if isinstance(model, Embedder) else _source(model)
     scores = _read_scores(scores) if scores else None
     embedder = model if source is None else load_embedder(source, "stored", "cpu")
+    if embedder.decoder.attention != "causal":
+        raise InputError("other programs would read this model causally, but it was trained to read in both directions: load it with `Embedder`")
     cards = find_cards(source) if source else []
     known = find_base(_origin(embedder, source, cards)) | {k: v for k, v in {"name": base, "license": license}.items() if v}
     instructions = _settled(instructions, cards)

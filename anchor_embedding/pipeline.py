@@ -212,7 +212,7 @@ def untouched(pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[E
         if len(stages) == 1 and report["arms"].get(arm):
             return {key: value for key, value in report["arms"][arm][0].items() if key not in ("step", "seconds")}
     first = next(iter(pipeline.stages.values()))
-    settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling}
+    settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling, "attention": first.attention}
     return evaluate(Embedder.from_pretrained(base, **settings))
 
 

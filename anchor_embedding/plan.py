@@ -238,19 +238,28 @@ def pair_tokens(
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
     document = min(recipe.max_length, mean["document"] + mean["template"])
-    if recipe.objective != "reconstruction":
-        encoded = tuple(length + (recipe.refine_steps or 0) for length in (query, *(document,) * (1 + recipe.hard_negatives)))
-        return PairTokens(query=query, document=document, negatives=recipe.hard_negatives, encoded=encoded, decoded=(), scored=0)
-    extra = (mean["template"] - 1) * recipe.decode_header + recipe.predict_eos
+    read = lambda *lengths: tuple(2 * n - 1 for n in lengths) if recipe.pooling.startswith("echo_") else lengths
+    lengths = {"query": query, "document": document}
     targets = {"query": query - mean["template"] - instruction, "document": document - mean["template"]}
+    if recipe.hard_negatives is not None:
+        encoded = tuple(n + (recipe.refine_steps or 0) for n in read(query, *(document,) * (1 + recipe.hard_negatives)))
+        return PairTokens(**lengths, negatives=recipe.hard_negatives, encoded=encoded, decoded=(), scored=0)
+    if recipe.objective == "mntp":
+        return PairTokens(**lengths, negatives=0, encoded=(query, document), decoded=(), scored=recipe.mask_share * sum(targets.values()))
+    if recipe.objective == "bag_of_tokens":
+        return PairTokens(**lengths, negatives=0, encoded=read(query, document), decoded=(), scored=4)
+    targets = {side: min(length, recipe.target_tokens or math.inf) for side, length in targets.items()}
+    extra = (mean["template"] - 1) * recipe.decode_header + recipe.predict_eos
     decoded = (targets["document"] + extra, targets["query"] + extra)     # behind the query's anchor, behind the document's
     scored = sum(targets.values()) + 2 * recipe.predict_eos
+    sides = ("query", "document") if recipe.target == "counterpart" else ("document", "query")  # whose anchors decode document and query
     used = slice(0, 1) if recipe.alpha == 1 else slice(1, 2) if recipe.alpha == 0 else slice(0, 2)
     if recipe.as_released:
         decoded, scored, used = (1 + document, 1 + query), document + query - 2, slice(0, 2)
     elif recipe.alpha in (0, 1):
         scored = targets["document" if recipe.alpha else "query"] + recipe.predict_eos
-    return PairTokens(query=query, document=document, negatives=0, encoded=(query, document)[used], decoded=decoded[used], scored=scored)
+    encoded = read(*(lengths[side] for side in sides[used])) + read(query, document) * bool(recipe.contrastive_weight)
+    return PairTokens(**lengths, negatives=0, encoded=encoded, decoded=decoded[used], scored=scored)
 
 # %% ../nbs/42_plan.ipynb #379175b0
 def _layer_flops(recipe, shape, lengths):
@@ -271,7 +280,7 @@ def step_flops(
     full, pairs = recipe.tuning == "full", recipe.batch_size
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
-    again = recipe.objective != "reconstruction" and pairs * sum(tokens.encoded) / processes > recipe.token_budget
+    again = recipe.hard_negatives is not None and pairs * sum(tokens.encoded) / processes > recipe.token_budget
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     reads = pairs * len(tokens.encoded) * recipe.refine_steps if recipe.soft_token_kind == "mixture" else 0

@@ -35,7 +35,8 @@ class SubjectSettings:
     "What is trained, on which data, towards which objective."
     name: str                   # of the recipe; its run lies in runs/<name>
     description: str = ""       # one line for lists
-    objective: str              # "reconstruction" (Stage I), "contrastive" (Stage II) or "refinement" (GIRCSE)
+    objective: str              # "reconstruction" (Stage I), "contrastive" (Stage II), "refinement" (GIRCSE),
+                                # "bag_of_tokens" (LLaMA2Vec) or "mntp" (LLM2Vec)
     base: str                   # model to start from: a hub name, a folder, or a name this package knows
     data: str                   # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
     sampling: tuple[str, ...] = ()  # "dataset=ratio": rows of a dataset used per pass, as a share of its rows
@@ -49,7 +50,9 @@ class TextSettings:
     template: str = "auto"  # "chat" (the model's own user turn), "plain", "auto": chat where the model has one; "released"
     prompt: str = "Instruct: {instruction}\nQuery: {text}"  # of a text that has an instruction
     eos_token: str = ""     # "" takes the tokenizer's own
-    pooling: str = "eos"    # "eos", "last", "mean" or "weighted_mean"; refinement: "mean" or "last" of the soft tokens
+    pooling: str = "eos"    # "eos", "last", "mean" or "weighted_mean"; "echo_eos" or "echo_mean": of the text's second copy;
+                            # refinement: "mean" or "last" of the soft tokens
+    attention: str = "causal"  # or "bidirectional": a token also sees those after it, in the encode pass
     max_length: int = 512   # tokens of the encode input, template and EOS included
 
 # %% ../nbs/40_recipe.ipynb #a8f7f049
@@ -88,6 +91,17 @@ class ObjectiveSettings:
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
     micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
+    target: str | None = None             # reconstruction: "counterpart" of the text that the anchor is of, or "itself"
+    target_tokens: int | None = None      # reconstruction: only the first so many tokens of a text are decoded; 0 = all
+    first_tokens: int | None = None       # reconstruction: so many targets at the beginning of each text …
+    first_weight: float | None = None     # reconstruction: … count so much
+    input_dropout: float | None = None    # reconstruction: share of the decoder's input tokens that EOS stands in for
+    anchor_gradient: float | None = None  # reconstruction: factor on the gradient that reaches the encode pass
+    contrastive_weight: float | None = None       # reconstruction: of an InfoNCE term of the same anchors; 0 = none
+    contrastive_temperature: float | None = None  # reconstruction: of that term
+    ebar_weight: float | None = None      # bag_of_tokens: L = (1 - ebar_weight) * L_EBAE + ebar_weight * L_EBAR
+    mask_share: float | None = None       # mntp: share of a text's tokens that is masked
+    mask_token: str | None = None         # mntp: what stands in for them
     temperature: float | None = None      # contrastive, refinement: scores are cosine / temperature
     hard_negatives: int | None = None     # contrastive: at most this many per query; 0 = in-batch only
     negatives_pool: int | None = None     # contrastive: pairs whose texts compete; 0 = the whole batch
@@ -130,13 +144,20 @@ _NEGATIVES = {
     "matryoshka": (), "symmetric_loss": False, "same_side_negatives": False,
 }
 OBJECTIVES = {
-    "reconstruction": {"alpha": 0.2, "predict_eos": False, "decode_header": False, "as_released": False, "micro_batch_size": 0},
+    "reconstruction": {
+        "alpha": 0.2, "predict_eos": False, "decode_header": False, "as_released": False, "micro_batch_size": 0,
+        "target": "counterpart", "target_tokens": 0, "first_tokens": 0, "first_weight": 1.0, "input_dropout": 0.0,
+        "anchor_gradient": 1.0, "contrastive_weight": 0.0, "contrastive_temperature": 0.05,
+    },
+    "bag_of_tokens": {"ebar_weight": 0.5},
+    "mntp": {"mask_share": 0.2, "mask_token": "_"},
     "contrastive": {"temperature": 0.05, **_NEGATIVES},
     "refinement": {
         "temperature": 0.02, **_NEGATIVES, "refine_steps": 5, "soft_token_temperature": 1.0, "soft_token_kind": "mixture", "add_eos": True,
         "regularizer_weight": 1.0, "detach_regularizer": True, "regularizer_floor": 1e-8,
     },
 }
+_EXTRA = list(OBJECTIVES["reconstruction"])[5:]  # beyond the paper and its released code
 LORA = {
     "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
     "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -203,17 +224,19 @@ def check_type(
 # %% ../nbs/40_recipe.ipynb #824ec7ef
 CHOICES = {
     "objective": tuple(OBJECTIVES), "template": ("auto", "plain", "chat", "released"), "tuning": ("full", "lora"),
-    "pooling": ("eos", "last", "mean", "weighted_mean"), "soft_token_kind": ("mixture", "pause"), "dtype": ("auto", "float32", "bfloat16"),
+    "pooling": ("eos", "last", "mean", "weighted_mean", "echo_eos", "echo_mean"), "attention": ("causal", "bidirectional"),
+    "target": ("counterpart", "itself"), "soft_token_kind": ("mixture", "pause"), "dtype": ("auto", "float32", "bfloat16"),
     "on_bad_row": ("error", "skip"), "sharding": ("none", "fsdp"), "tracker": ("none", "tensorboard", "wandb"),
 }
 AT_LEAST = {
     "steps": 1, "batch_size": 1, "max_length": 8, "token_budget": 8, "lora_rank": 1, "lora_alpha": 1,
     "warmup_steps": 0, "schedule_steps": 0, "checkpoint_every": 0, "eval_every": 0, "anchor_gain_every": 0,
     "hard_negatives": 0, "weight_decay": 0, "seed": 0, "keep_checkpoints": 0, "micro_batch_size": 0,
+    "target_tokens": 0, "first_tokens": 0, "anchor_gradient": 0, "contrastive_weight": 0,
     "refine_steps": 1, "regularizer_weight": 0, "regularizer_floor": 0,
 }
-ABOVE_ZERO = ("learning_rate", "epsilon", "max_grad_norm", "temperature", "soft_token_temperature")
-UNIT = {"alpha": "[0, 1]", "lora_dropout": "[0, 1)", "beta1": "[0, 1)", "beta2": "[0, 1)"}
+ABOVE_ZERO = ("learning_rate", "epsilon", "max_grad_norm", "temperature", "soft_token_temperature", "first_weight", "contrastive_temperature")
+UNIT = {"alpha": "[0, 1]", "input_dropout": "[0, 1]", "ebar_weight": "[0, 1]", "lora_dropout": "[0, 1)", "beta1": "[0, 1)", "beta2": "[0, 1)"}
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
 
@@ -230,13 +253,14 @@ def _prompt_fields(prompt):
 
 RULES = {  # setting → (what it must satisfy, in words)
     "name": (_NAME.fullmatch, "letters, digits, `_`, `-` and `.`, because a folder is named after it"),
-    **dict.fromkeys(("base", "data", "lora_targets"), (bool, "given; it is empty")),
+    **dict.fromkeys(("base", "data", "lora_targets", "mask_token"), (bool, "given; it is empty")),
     "sampling": (lambda v: all(map(_RATIO.fullmatch, v)) and len({e.rpartition("=")[0] for e in v}) == len(v),
                  "`dataset=ratio` entries, each dataset once, ratio 0 or more"),
     "instructions": (lambda v: v in ("none", "paper", "as_released") or v.endswith((".csv", ".toml")),
                      '"none", "paper", "as_released" or the path of a .csv or .toml file'),
     "prompt": (lambda v: _prompt_fields(v) == ["instruction", "text"], "a text with {instruction} and {text}, each once"),
     "seed": (lambda v: v < 2**32, "less than 2**32"),
+    "mask_share": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "negatives_pool": (lambda v: v == 0 or v >= 2, "0 (the whole batch) or at least 2"),
     "false_negative_margin": (lambda v: -2 <= v <= 2, "in [-2, 2], a difference of cosines"),
     "matryoshka": (lambda v: all(d > 0 for d in v) and len({*v}) == len(v), "different numbers of dimensions above 0"),
@@ -266,6 +290,7 @@ def _conflicts(v):
     "(is it so, what is wrong) for settings that cannot stand together."
     size, micro, pool, end = v["batch_size"], v["micro_batch_size"], v["negatives_pool"], v["schedule_steps"]
     yield v["objective"] != "reconstruction" and size < 2, f"`batch_size` = {size}: contrastive learning needs at least 2 pairs in a batch"
+    yield v["objective"] == "refinement" and v["attention"] != "causal", "refinement reads causally: leave `attention` out"
     yield v["objective"] == "refinement" and v["pooling"] not in ("mean", "last"), (
         f"`pooling` = {v['pooling']!r}: refinement pools the states at its soft tokens; give \"mean\" or \"last\"")
     yield 0 < end < v["steps"], (f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = {v['steps']}; "
@@ -274,6 +299,15 @@ def _conflicts(v):
                                            "otherwise `token_budget` splits the batch and changes no result: leave it out")
     yield v["as_released"] and (v["predict_eos"] or v["decode_header"]), (
         "`as_released = true` scores what the released code scores: leave `predict_eos` and `decode_header` out")
+    extra = [key for key, default in OBJECTIVES["reconstruction"].items() if key in _EXTRA and v[key] not in (None, default)]
+    yield v["as_released"] and extra, f"`as_released = true` computes what the released code does: leave `{extra and extra[0]}` out"
+    yield v["as_released"] and v["attention"] != "causal", "`as_released = true` reads causally: leave `attention` out"
+    yield v["contrastive_weight"] and size < 2, f"`batch_size` = {size}: the contrastive term needs at least 2 pairs in a batch"
+    for key, switch in {"first_weight": "first_tokens", "contrastive_temperature": "contrastive_weight"}.items():
+        yield key in extra and not v[switch], f"`{key}` = {v[key]} changes nothing while `{switch}` is 0: give that too, or leave this out"
+    yield v["first_tokens"] and v["first_weight"] == 1, f"`first_tokens` = {v['first_tokens']} changes nothing while `first_weight` is 1"
+    yield v["objective"] == "mntp" and v["attention"] == "causal", (
+        "`attention` = 'causal': mntp teaches a model to read in both directions; give attention = \"bidirectional\"")
     for key, part in {"micro_batch_size": micro, "negatives_pool": pool}.items():
         yield part and size % part, f"`{key}` = {part}: must divide `batch_size` = {size}"
 
@@ -756,7 +790,9 @@ PAPER = {"reconstruction": "stage1", "contrastive": "stage2", "refinement": "mis
 
 
 def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)
-    "Where a recipe departs from the paper's recipe of the same objective."
+    "Where a recipe departs from the paper's recipe of the same objective; nothing for an objective that is not the paper's."
+    if recipe.objective not in PAPER:
+        return {}
     apart = {"base", "data", *(f.name for f in fields(RunSettings))}
     differences = recipe.differences(load_recipe(PAPER[recipe.objective]))
     return {key: pair for key, pair in differences.items() if key not in apart}

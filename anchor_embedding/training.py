@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 # %% ../nbs/45_training.ipynb #f3f20be4
 from . import __version__
 from .batches import BatchPlan, Instructions, TokenBatch, parse_sampling, tokenize_batch
+from .bidirectional import MaskedPrediction, mask_id, set_attention
 from .contrastive import Contrastive
 from .data import Example, fingerprint
 from anchor_embedding.decoder import (
@@ -51,6 +52,7 @@ from .embedder import Embedder, load_pause_tokens, read_settings, read_tokenizer
 from .errors import InputError, Stopped
 from .files import write_text
 from .packing import attention_kernel
+from .pretexts import BagOfTokens, ContrastedReconstruction
 
 # %% ../nbs/45_training.ipynb #af94c031
 from anchor_embedding.processes import (
@@ -86,7 +88,10 @@ from .store import ExampleStore, open_examples
 from .text import TextTokenizer
 
 # %% ../nbs/45_training.ipynb #90a880fd
-OBJECTIVES = {"reconstruction": Reconstruction, "contrastive": Contrastive, "refinement": Refinement}
+OBJECTIVES = {
+    "reconstruction": Reconstruction, "contrastive": Contrastive, "refinement": Refinement,
+    "bag_of_tokens": BagOfTokens, "mntp": MaskedPrediction,
+}  # fmt: skip
 
 
 def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
@@ -95,9 +100,15 @@ def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
     settings.pop("hard_negatives", None)
     if recipe.objective == "reconstruction":
         released, size = settings.pop("as_released"), settings.pop("micro_batch_size")
+        if recipe.contrastive_weight:
+            kind = ContrastedReconstruction
+        else:
+            del settings["contrastive_weight"], settings["contrastive_temperature"]
         if released:
             eos_id = tokenizer.tokenizer.eos_token_id  # which that code pads with
             kind, settings = ReleasedReconstruction, {"alpha": recipe.alpha, "micro_batch_size": size, "eos_id": eos_id}
+    if recipe.objective == "mntp":
+        settings["mask_id"] = mask_id(tokenizer, settings.pop("mask_token"))
     return kind(**settings, pooling=recipe.pooling, token_budget=recipe.token_budget)
 
 # %% ../nbs/45_training.ipynb #fa76f272
@@ -198,7 +209,7 @@ def prepare_embedder(
     say(f"matrix products in {str(dtype).removeprefix('torch.')}: {reason}")
     tokenizer = prepare_tokenizer(recipe, base.path)
     full = recipe.tuning == "full"
-    decoder = load_decoder(str(start) if start and full else base.path, torch.float32, device, dtype)
+    decoder = set_attention(load_decoder(str(start) if start and full else base.path, torch.float32, device, dtype), recipe.attention)
     if not full:
         torch.manual_seed(recipe.seed)
         add_lora(decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
@@ -508,7 +519,9 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar) -> None:
 # %% ../nbs/45_training.ipynb #a04c0fd2
 def negatives_pool(recipe: Recipe) -> str:
     "How many texts a query is compared with, in words."
-    if recipe.objective == "reconstruction":
+    if recipe.contrastive_weight:
+        return f"{recipe.batch_size - 1} in-batch positives for every query, in the contrastive term"
+    if recipe.hard_negatives is None:
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
     hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
