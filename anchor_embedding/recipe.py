@@ -266,7 +266,7 @@ RULES = {  # setting → (what it must satisfy, in words)
     "matryoshka": (lambda v: all(d > 0 for d in v) and len({*v}) == len(v), "different numbers of dimensions above 0"),
 }
 
-
+# %% ../nbs/40_recipe.ipynb #2a64376e
 def check_value(
     key: str,   # name of the setting
     value,      # of the right type
