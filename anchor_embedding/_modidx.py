@@ -316,6 +316,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder.compile_layers': ( 'decoder.html#compile_layers',
                                                                                        'anchor_embedding/decoder.py'),
+                                          'anchor_embedding.decoder.keep_freed_memory': ( 'decoder.html#keep_freed_memory',
+                                                                                          'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder.load_decoder': ( 'decoder.html#load_decoder',
                                                                                      'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder.load_tokenizer': ( 'decoder.html#load_tokenizer',

@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'vocabulary_loss', 'probe',
-           'choose_device', 'choose_dtype', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
-           'compile_layers', 'add_lora', 'merge_lora']
+           'choose_device', 'choose_dtype', 'keep_freed_memory', 'load_tokenizer', 'load_decoder',
+           'checkpoint_activations', 'compile_layers', 'add_lora', 'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
+import ctypes
+import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -205,6 +208,14 @@ def choose_dtype(
         return torch.bfloat16, f"{kind} multiplies bfloat16 in hardware ({unit})"
     return torch.float32, f"{kind} has no bfloat16 arithmetic"
 
+# %% ../nbs/15_decoder.ipynb #19e079f1
+@cache
+def keep_freed_memory() -> bool:  # whether the C library can be told
+    "Let malloc keep freed memory for the next tensor; where there is no glibc nothing changes."
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
+    return bool(mallopt and mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
+
 # %% ../nbs/15_decoder.ipynb #fa8373a1
 def load_tokenizer(
     name: str,  # folder or hub name
@@ -222,7 +233,7 @@ def _one_line(error: Exception) -> str:
     "The first sentence of a long message."
     return " ".join(str(error).split()).split(". ")[0][:300]
 
-
+# %% ../nbs/15_decoder.ipynb #b64abbd7
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
     dtype: torch.dtype | str = torch.float32,  # of the weights in memory; "auto" = as they are stored
@@ -243,6 +254,8 @@ def load_decoder(
         raise InputError(
             f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
         ) from error
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
     probe(decoder)
     return decoder
