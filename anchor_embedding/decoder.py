@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .errors import InputError
+from .layers import fuse_lora, fuse_norms
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
 
 # %% ../nbs/15_decoder.ipynb #98019e57
@@ -256,6 +257,7 @@ def load_decoder(
         ) from error
     if torch.device(device).type == "cpu":
         keep_freed_memory()
+    fuse_norms(model.get_decoder())
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
     probe(decoder)
     return decoder
@@ -293,6 +295,7 @@ def add_lora(
         decoder.model = get_peft_model(decoder.model, config)
     except ValueError as error:
         raise InputError(f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}") from error
+    fuse_lora(decoder.model)
     return decoder
 
 
