@@ -89,7 +89,7 @@ class _LoraFunction(torch.autograd.Function):
             of_x.addmm_(of_low, a)
         return of_x, of_dropped, None, None, of_a, of_b, None
 
-
+# %% ../nbs/13_layers.ipynb #8736b98f
 class LoraLinear(lora.Linear):
     "PEFT's layer with one plain adapter in fewer passes; anything else is left to PEFT."
 
