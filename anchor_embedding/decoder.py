@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'repeated', 'check_echo',
-           'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'load_tokenizer', 'load_decoder',
-           'checkpoint_activations', 'compile_layers', 'add_lora', 'merge_lora']
+           'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory', 'load_tokenizer',
+           'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
+import ctypes
+import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .errors import InputError
+from .layers import fuse_lora, fuse_norms
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
 
 # %% ../nbs/15_decoder.ipynb #98019e57
@@ -239,6 +243,14 @@ def choose_dtype(
         return torch.bfloat16, f"{kind} multiplies bfloat16 in hardware ({unit})"
     return torch.float32, f"{kind} has no bfloat16 arithmetic"
 
+# %% ../nbs/15_decoder.ipynb #8e046051
+@cache
+def keep_freed_memory() -> bool:  # whether the C library can be told
+    "Let malloc keep freed memory for the next tensor; where there is no glibc nothing changes."
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
+    return bool(mallopt and mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
+
 # %% ../nbs/15_decoder.ipynb #fa8373a1
 def load_tokenizer(
     name: str,  # folder or hub name
@@ -256,7 +268,7 @@ def _one_line(error: Exception) -> str:
     "The first sentence of a long message."
     return " ".join(str(error).split()).split(". ")[0][:300]
 
-
+# %% ../nbs/15_decoder.ipynb #5195f407
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
     dtype: torch.dtype | str = torch.float32,  # of the weights in memory; "auto" = as they are stored
@@ -277,6 +289,9 @@ def load_decoder(
         raise InputError(
             f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
         ) from error
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
+    fuse_norms(model.get_decoder())
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
     probe(decoder)
     return decoder
@@ -314,6 +329,7 @@ def add_lora(
         decoder.model = get_peft_model(decoder.model, config)
     except ValueError as error:
         raise InputError(f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}") from error
+    fuse_lora(decoder.model)
     return decoder
 
 
