@@ -198,7 +198,7 @@ def _probabilities(query, key, scale: float, window: int | None, rows: int) -> t
 def _block_gradients(query, key, value, gradient, scale, window, rows):
     "dQ, dK, dV of a block of query rows."
     p = _probabilities(query, key, scale, window, rows)
-    dp = torch.bmm(gradient, value.transpose(1, 2)).float()
+    dp = torch.bmm(gradient.float(), value.float().transpose(1, 2))  # the softmax takes differences of these
     ds = torch.ops.aten._softmax_backward_data(dp, p, -1, torch.float32).mul_(scale).to(query.dtype)
     dv = torch.bmm(p.to(value.dtype).transpose(1, 2), gradient)
     return torch.bmm(ds, key), torch.bmm(ds.transpose(1, 2), query), dv
@@ -236,8 +236,9 @@ class GroupedAttention(torch.autograd.Function):
             for start, stop, first in _blocks(group.read.shape[1], window):
                 q = _heads_apart(query, group.read[:, start:stop], heads)
                 p = _probabilities(q, k[:, first:stop], scale, window, stop - start).to(v.dtype)
+                mix = torch.bmm(p, v[:, first:stop]) / p.sum(-1, keepdim=True, dtype=torch.float32)  # rounded, they do not add up to 1
                 rows = group.write[:, start:stop]
-                out.index_copy_(0, rows.flatten(), _heads_together(torch.bmm(p, v[:, first:stop]), rows, heads))
+                out.index_copy_(0, rows.flatten(), _heads_together(mix.to(v.dtype), rows, heads))
         return out[:-1]
 
     @staticmethod
