@@ -691,9 +691,9 @@ def table(record: dict) -> str:
 
 # %% ../nbs/59_bench.ipynb #eafa45c2
 PARTS = {  # the first whose pattern is found in an operation's name
-    "optimizer": r"adam|_foreach|linalg_vector_norm|clip_",
-    "attention": r"attention|flash|varlen|sdpa",
-    "matrix products": r"::(?:_?addmm|mm|bmm|baddbmm|matmul|linear|mkldnn_linear|_linear_pointwise)\b",
+    "optimizer": r"adam|_foreach|clip_",
+    "attention": r"attention|flash|varlen|sdpa|::bmm\b|::_softmax",  # nothing else multiplies batches of matrices
+    "matrix products": r"::(?:_?addmm|mm|baddbmm|matmul|linear|mkldnn_linear|_linear_pointwise)\b",
     "elementwise and copies": r"^aten::",
 }
 OTHER, VOCABULARY = "Python and other", "vocabulary loss"

@@ -23,6 +23,9 @@ for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embeddi
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests were started with nohup
+
+
 def act(task):
     """Die here, die in the write that makes a file too large, or get a signal."""
     if task["action"] == "kill":
