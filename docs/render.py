@@ -123,9 +123,9 @@ class Page:
     def __init__(self, notebook: Path, name: str):
         if not notebook.is_file():
             raise ConfigurationError(
-                f"_quarto.yml: website.sidebar.contents names {name}, and there is no such notebook."
+                f"_quarto.yml: website.sidebar.contents names {name}.ipynb, and there is no such notebook."
             )
-        self.name, self.pictures, self.heading = name.removesuffix(".ipynb"), {}, ""
+        self.name, self.pictures, self.heading = name, {}, ""
         cells = json.loads(notebook.read_text("utf-8"))["cells"]
         sources = [text(cell["source"]) for cell in cells]
         self.module = next((m[1] for s in sources if (m := re.search(r"(?m)^#\| *default_exp[: ]+(\w+)", s))), "")
@@ -332,6 +332,7 @@ def build(config: dict, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render the site that _quarto.yml describes, without Quarto.")
+    sys.path.insert(0, str(ROOT))  # the modules beside these notebooks, whatever is installed
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     parser.add_argument("--out", type=Path, help="the folder to write, project.output-dir of _quarto.yml unless given")
     try:
