@@ -253,7 +253,7 @@ def settings(config: dict, source: Path, out: Path, nav: list) -> dict:
             "attr_list",
             "md_in_html",
             "tables",
-            "pymdownx.highlight",
+            {"pymdownx.highlight": {"pygments_lang_class": True}},
             "pymdownx.superfences",
             {"pymdownx.arithmatex": {"generic": True}},
             {"toc": {"permalink": True, "toc_depth": "2-3" if toc else 0}},
