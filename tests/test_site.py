@@ -2,6 +2,7 @@
 
 import http.server
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -89,6 +90,30 @@ def test_what_is_not_known_ends_the_build(render, tmp_path, line, changed, said)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
+    """A site of one page; its link to a heading that is there is fine, the one to a page that is not is the end."""
+    for name in ("docs", "nbs/images"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "site.css", tmp_path / "docs")
+    shutil.copy(ROOT / "nbs" / "nbdev.yml", tmp_path / "nbs")
+    text = (ROOT / "_quarto.yml").read_text("utf-8")
+    text = re.sub(r"(?m)(?<=^    contents:\n)(?: {6,}.*\n)+", "      - index.ipynb\n", text)
+    (tmp_path / "_quarto.yml").write_text(text, "utf-8")
+
+    def build(link):
+        cell = {"cell_type": "markdown", "source": f"# One\n\n> A page.\n\n## Heading\n\n[there]({link})"}
+        (tmp_path / "nbs" / "index.ipynb").write_text(json.dumps({"cells": [cell]}), "utf-8")
+        return render.render(tmp_path, tmp_path / "out")
+
+    folder, count = build("#heading")
+    assert count == 2 and '<a href="#heading">there</a>' in (folder / "index.html").read_text("utf-8")
+    for link in ("gone.ipynb", "#gone", "index.ipynb#gone"):
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            build(link)
+        assert "gone" in caplog.text
+
+
 def test_every_notebook_is_a_page(site, pages):
     notebooks = {
         str(path.relative_to(ROOT / "nbs").with_suffix(".html")) for path in (ROOT / "nbs").rglob("[!.]*.ipynb")
@@ -172,6 +197,14 @@ def dead_links(address: str, site: Path, looks: dict) -> list[str]:
             if not there or (anchor and unquote(anchor) not in ids.get(target, ())):
                 dead.append(f"{page}: {link}")
     return dead
+
+
+def test_dead_links_are_found(tmp_path):
+    (tmp_path / "a.html.md").touch()
+    there = ["http://x/", "http://x/#one", "http://x/a.html", "http://x/a.html.md", "http://elsewhere/b.html"]
+    gone = ["http://x/b.html", "http://x/a.html#one", "http://x/#two"]
+    looks = {"index.html": {"ids": ["one"], "links": there + gone}, "a.html": {"ids": [], "links": []}}
+    assert dead_links("http://x/", tmp_path, looks) == [f"index.html: {link}" for link in gone]
 
 
 @pytest.mark.parametrize(
