@@ -47,17 +47,19 @@ def readme(notebook: Path) -> str:
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, other pages, the rooms, then the notebooks of each folder."""
-    sections = {"The rooms": sorted(folder.glob("[0-9]*.ipynb"))}
-    for path in sorted(folder.glob("[a-z]*/")):
-        sections[path.name.capitalize()] = sorted(path.glob("*.ipynb"))
+    """The sidebar's contents: the index, the guide, other pages, the rooms, then the notebooks of each other folder."""
     pages = sorted(folder.glob("[a-z]*.ipynb"), key=lambda path: (path.name != "index.ipynb", path.name))
-    lines = [f"      - {path.name}" for path in pages]
+    sections = {"Guide": sorted(folder.glob("guide/*.ipynb")), "The rooms": sorted(folder.glob("[0-9]*.ipynb"))}
+    for path in sorted(folder.glob("[a-z]*/")):
+        sections.setdefault(path.name.capitalize(), sorted(path.glob("*.ipynb")))
+    lines = []
     for name, notebooks in sections.items():
+        if name == "The rooms":
+            lines += [f"      - {path.name}" for path in pages[1:]]
         if notebooks:
             lines += [f"      - section: {name}", "        contents:"]
             lines += [f"          - {path.relative_to(folder)}" for path in notebooks]
-    return "\n".join(lines) + "\n"
+    return "\n".join([f"      - {pages[0].name}", *lines]) + "\n"
 
 
 def site(quarto: str, folder: Path) -> str:
