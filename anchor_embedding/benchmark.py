@@ -542,6 +542,7 @@ class ScoresFile:
 
     def __init__(self, path: Path, model: str, about: dict):
         self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
+        self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
         before = read_scores(path) if path.exists() else {"tasks": {}}
         if all(before.get("about", {}).get(key) == about[key] for key in _IDENTITY):
             self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
@@ -550,23 +551,32 @@ class ScoresFile:
         "Whether a task is done."
         return self.scores["tasks"].get(name, {}).get("key") == key
 
-    def keep(self, name: str, entry: dict | None = None, error: str = "") -> None:
-        "Write down a task's entry, or its error; the figures of single queries go into `queries.json`."
-        entry, queries = dict(entry or {}), read_queries(self.path.parent)
+    def keep(self, name: str, entry: dict) -> None:
+        "Write down a task's entry, in place of its error; the figures of single queries go into `queries.json`."
+        entry, queries = dict(entry), read_queries(self.path.parent)
         figures = {"key": entry.get("key"), "metric": entry.get("metric"), "scores": entry.pop("queries", {})}
         if queries.pop(name, None) or figures["scores"]:
             queries |= {name: figures} if figures["scores"] else {}
             write_text(self.path.with_name(QUERIES), "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in queries.items()) + "\n}\n")
-        for part, value in (("tasks", entry), ("errors", error)):
-            self.scores[part].pop(name, None)
-            if value:
-                self.scores[part][name] = value
+        self.scores["errors"].pop(name, None)
+        self.scores["tasks"].pop(name, None)
+        self.scores["tasks"][name] = entry
+        self._write()
+
+    def fail(self, name: str, reason: str) -> None:
+        "Write down a task's error; where there is a score, it stays, and only this call's result has the error."
+        self.failed[name] = reason
+        if name not in self.scores["tasks"]:
+            self.scores["errors"][name] = reason
+            self._write()
+
+    def _write(self) -> None:
         write_text(self.path, json.dumps(self.scores, indent=1, ensure_ascii=False) + "\n")
 
     def of(self, names: Sequence[str]) -> dict:
-        "The scores of these tasks, in their order."
-        picked = {part: {name: self.scores[part][name] for name in names if name in self.scores[part]} for part in ("tasks", "errors")}
-        return self.scores | picked
+        "The scores of these tasks, in their order, and what failed in this call."
+        done = {name: self.scores["tasks"][name] for name in names if name in self.scores["tasks"] and name not in self.failed}
+        return self.scores | {"tasks": done, "errors": {name: self.failed[name] for name in names if name in self.failed}}
 
 # %% ../nbs/57_benchmark.ipynb #908c8e6d
 def _without_folders(recipe: dict) -> dict:
@@ -621,8 +631,8 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
                 file.keep(name, entry)
                 say(f"{name}: {entry['metric']} {entry['main_score']:.4f} ({entry['seconds']:.0f} s)")
             except Exception as error:  # mteb and its data can raise anything, and the other tasks shall go on
-                file.keep(name, error=_reason(error, task))
-                say(f"{name}: {file.scores['errors'][name]}")
+                file.fail(name, _reason(error, task))
+                say(f"{name}: {file.failed[name]}")
             track.end()
     if store is not None:
         store.close()
@@ -649,7 +659,7 @@ def _not_done(opened: dict, file: ScoresFile, about: dict, say) -> dict:
     waiting = {}
     for name, task in opened.items():
         if isinstance(task, InputError):
-            file.keep(name, error=str(task))
+            file.fail(name, str(task))
             say(f"{name}: {task}")
         elif not file.has(name, _done_key(task, about)):
             waiting[name] = task

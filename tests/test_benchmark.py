@@ -254,6 +254,22 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
 
 
+def test_an_error_deletes_no_score(saved, quick, tmp_path):
+    quick["tasks"] = "Lists,STSBenchmark"
+    first, folder = evaluate(saved, **quick, say=lambda text: None), tmp_path / "out" / saved.name
+    kept = {path.name: path.read_text() for path in folder.iterdir()}
+    data = tmp_path / "data"
+    write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
+    write(data / "reranking" / "Lists", test=[{"query": "a", "positive": [], "negative": ["b"]}])
+    for tasks, reason in (("Lists", "no positive document"), ("STSBenchmark,Good", "STSBenchmark is not in")):
+        failed = evaluate(saved, **quick | {"tasks": tasks, "data_dir": data}, say=lambda text: None)
+        name = tasks.split(",")[0]
+        assert reason in failed["errors"][name] and name not in failed["tasks"]
+    assert {key: value for key, value in benchmark.read_scores(folder)["tasks"].items() if key != "Good"} == first["tasks"]
+    assert (folder / "queries.json").read_text() == kept["queries.json"] and not benchmark.read_scores(folder)["errors"]
+    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {"about": benchmark.read_scores(folder)["about"]}
+
+
 def test_a_model_with_nan_vectors(generated, quick, tmp_path):
     model = tiny()
     with torch.no_grad():
