@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
+from .decoder import choose_device, choose_dtype
 from .embedder import SETTINGS_FILE, Embedder
 from .errors import InputError
 from .files import write_text
@@ -502,7 +503,7 @@ def _versions() -> dict[str, str]:
 
 def _done_key(task, about: dict) -> str:
     "What an entry of scores.json must have been made from to count as done."
-    parts = [about[key] for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
+    parts = [about.get(key) for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 # %% ../nbs/57_benchmark.ipynb #460d2c93
@@ -537,14 +538,22 @@ def read_queries(
 _IDENTITY = ("revision", "prompts", "dtype", "max_length")  # of `about`: other values of these, other scores
 
 
+def _same(scores: dict, about: dict) -> bool:
+    "Whether scores were made from the same weights, prompts, dtype and length."
+    before = scores.get("about") or {}
+    return all(before.get(key) == about.get(key) for key in _IDENTITY)
+
+# %% ../nbs/57_benchmark.ipynb #11ace7e1
 class ScoresFile:
-    "`scores.json` of one model, up to date after every task; entries of other weights, prompts, dtype or length are dropped."
+    "`scores.json` of one model, up to date after every task. Raises `InputError` where it holds those of another (`_own_folder`)."
 
     def __init__(self, path: Path, model: str, about: dict):
         self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
         self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
-        before = read_scores(path) if path.exists() else {"tasks": {}}
-        if all(before.get("about", {}).get(key) == about[key] for key in _IDENTITY):
+        if path.exists():
+            before = read_scores(path)
+            if not _same(before, about):
+                raise InputError(f"{path} holds scores of other weights or settings; name another folder")
             self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
 
     def has(self, name: str, key: str) -> bool:
@@ -617,7 +626,7 @@ def _reason(error: Exception, task) -> str:
 def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, options: dict, progress, say) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
-    made_by = json.dumps([about[key] for key in _IDENTITY])
+    made_by = json.dumps([about.get(key) for key in _IDENTITY])
     aside = file.path.parent / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
     with progress_bar(sum(shares.values()), file.scores["model"], "k characters", progress=progress) as bar:
         track, encoder, store = _Track(bar), loaded, None
@@ -637,6 +646,38 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
     if store is not None:
         store.close()
         shutil.rmtree(aside)
+
+# %% ../nbs/57_benchmark.ipynb #55037ea5
+def _identity(source: str | Embedder, prompts: str, max_length: int | None, dtype: str, device) -> dict:
+    "What scores depend on, as far as it is applied to this model: a foreign sentence-transformers model has its own ways."
+    compute = choose_dtype(dtype, choose_device() if device is None else device)[0]
+    about = {"revision": model_revision(source), "prompts": check_prompts(prompts), "max_length": max_length}
+    if isinstance(source, Embedder):
+        compute = source.decoder.head.weight.dtype
+    elif is_sentence_transformer(source):
+        return {"revision": about["revision"]}
+    return about | {"dtype": str(compute).removeprefix("torch.")}
+
+
+def _folder_name(name: str, about: dict, dtype: str) -> str:
+    "A model's name, and behind it prompts, length and dtype where they are not the usual ones."
+    if "prompts" not in about:
+        return name
+    length = "own-length" if about["max_length"] is None else str(about["max_length"])
+    parts = [(about["prompts"], "paper"), (length, str(MAX_LENGTH)), (dtype, "auto")]
+    return "-".join([name, *(part for part, usual in parts if part != usual)])
+
+
+def _own_folder(folder: Path, about: dict, say) -> Path:
+    "The folder itself, or beside it one with the revision in its name where it holds scores of other weights: these stay."
+    hashed = hashlib.sha256(json.dumps([about.get(key) for key in _IDENTITY]).encode()).hexdigest()[:8]
+    for add in ("", f"-{about['revision']}", f"-{about['revision']}-{hashed}"):
+        own = folder.with_name(folder.name + add)
+        if not (own / "scores.json").exists() or _same(read_scores(own), about):
+            break
+    if own != folder:
+        say(f"{folder} holds scores of other weights or of another dtype, which stay; these go to {own}")
+    return own
 
 # %% ../nbs/57_benchmark.ipynb #c30d6d4a
 @contextmanager
@@ -684,11 +725,12 @@ def evaluate(
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else _resolved(model)
-    unusual = [check_prompts(prompts)] * (prompts != "paper") + [str(max_length)] * (max_length != MAX_LENGTH)
-    name = "-".join([name or model_name(model), *unusual])
-    about = {"revision": model_revision(source), "prompts": prompts, "dtype": dtype, "max_length": max_length}
-    with _claimed(Path(out) / name):
-        file = ScoresFile(Path(out) / name / "scores.json", name, about)
+    about = _identity(source, prompts, max_length, dtype, device)
+    dtype_asked = "auto" if isinstance(source, Embedder) else dtype
+    folder = Path(out) / _folder_name(name or model_name(model), about, dtype_asked)
+    with _claimed(folder):
+        folder = _own_folder(folder, about, say)
+        file, name = ScoresFile(folder / "scores.json", folder.name, about), folder.name
         waiting = _not_done(opened, file, about, say)
         if waiting:
             loaded = load_model(source, dtype, device)

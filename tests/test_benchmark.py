@@ -191,7 +191,7 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     assert not ours["errors"] and not theirs["errors"]
     for name in names:
         assert ours["tasks"][name]["main_score"] == pytest.approx(theirs["tasks"][name]["main_score"], abs=1e-4)
-    assert theirs["about"]["wording"].startswith("the model's own") and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st-none"]
+    assert theirs["about"]["wording"].startswith("the model's own") and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st"]
 
 
 # ---- what is kept, and what goes wrong ----------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
 def test_another_length_is_another_score(saved, quick):
     whole = evaluate(saved, **quick, say=lambda text: None)
     cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)  # the instruction and a few tokens of the text
-    assert (whole["model"], cut["model"]) == (saved.name, f"{saved.name}-56")
+    assert (whole["model"], cut["model"]) == (f"{saved.name}-float32", f"{saved.name}-56-float32")
     assert cut["tasks"]["Pairs"]["main_score"] != whole["tasks"]["Pairs"]["main_score"]
     assert cut["about"]["max_length"] == 56 and evaluate(saved, **quick, say=lambda text: None) == whole
     short = evaluate(saved, **quick, max_length=8, say=lambda text: None)
@@ -236,6 +236,22 @@ def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated)
     assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2  # mteb's files, by revision of the weights
 
 
+def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
+    """Two models whose last folder has one name, and two dtypes of one of them, turn about."""
+    for seed in (1, 2):
+        tiny(seed=seed).save_pretrained(tmp_path / f"q{seed}" / "anchor")
+    quick |= {"tasks": "Pairs", "dtype": "auto"}
+    said, calls = [], [("q1", {}), ("q2", {}), ("q1", {"dtype": "bfloat16"}), ("q1", {"dtype": "float32"})]
+    first = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
+    names = ["anchor", f"anchor-{first[1]['about']['revision']}", "anchor-bfloat16", "anchor-float32"]
+    assert [found["model"] for found in first] == names and {path.name for path in quick["out"].glob("[a-q]*")} == set(names)
+    assert len(said) == 5 and "holds scores of other weights" in said[1] and names[1] in said[1]
+    assert [found["about"]["dtype"] for found in first[2:]] == ["bfloat16", "float32"]
+    said.clear()
+    again = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
+    assert again == first and len(said) == 1  # nothing is run; where the second model's scores are is said again
+
+
 def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     data = tmp_path / "data"
     write(data / "sts" / "STS12", pairs=[{"sentence1": "a", "sentence2": "b", "score": "much"}])
@@ -250,13 +266,13 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     write(data / "sts" / "STS17", pairs=[{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])])
     scores = evaluate(saved, **quick | {"tasks": "Good,STS17", "data_dir": data}, say=lambda text: None)
     assert list(scores["tasks"]) == ["Good", "STS17"] and not scores["errors"]
-    kept = benchmark.read_scores(tmp_path / "out" / saved.name)
+    kept = benchmark.read_scores(tmp_path / "out" / f"{saved.name}-float32")
     assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
 
 
 def test_an_error_deletes_no_score(saved, quick, tmp_path):
     quick["tasks"] = "Lists,STSBenchmark"
-    first, folder = evaluate(saved, **quick, say=lambda text: None), tmp_path / "out" / saved.name
+    first, folder = evaluate(saved, **quick, say=lambda text: None), tmp_path / "out" / f"{saved.name}-float32"
     kept = {path.name: path.read_text() for path in folder.iterdir()}
     data = tmp_path / "data"
     write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
@@ -310,7 +326,7 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
     assert (tmp_path / "run" / "step-000002" / "adapter_config.json").exists()
     scores, memory = evaluate(tmp_path / "run" / "step-000002", **quick, say=lambda text: None), evaluate(model, **quick, say=lambda text: None)
     base = evaluate(saved, **quick, say=lambda text: None)
-    assert scores["model"] == "run-step-000002" and scores["about"]["revision"] != base["about"]["revision"]
+    assert scores["model"] == "run-step-000002-float32" and scores["about"]["revision"] != base["about"]["revision"]
     assert scores["tasks"]["Pairs"]["main_score"] == pytest.approx(memory["tasks"]["Pairs"]["main_score"], abs=1e-3)
     assert scores["tasks"]["Pairs"]["main_score"] != base["tasks"]["Pairs"]["main_score"]
 
@@ -331,7 +347,8 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
     scores = evaluate(saved, None, tmp_path / "out", tmp_path / "data", dtype="float32", say=lambda text: None)
     assert len(asked) == len(set(asked)) == 70
     assert scores["tasks"]["First"]["main_score"] == scores["tasks"]["Second"]["main_score"]
-    assert [path.name for path in (tmp_path / "out" / saved.name).iterdir()] == ["scores.json"]  # the vectors are gone
+    left = {path.name for path in (tmp_path / "out" / f"{saved.name}-float32").iterdir()}
+    assert left == {"scores.json", "queries.json"}  # the vectors are gone
 
 
 def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, monkeypatch):
@@ -359,7 +376,7 @@ def test_two_processes_do_not_write_the_same_scores(saved, quick):
     from filelock import FileLock
 
     quick["out"].mkdir()
-    with FileLock(quick["out"] / f".{saved.name}.lock"), pytest.raises(InputError, match="another process writes to"):
+    with FileLock(quick["out"] / f".{saved.name}-float32.lock"), pytest.raises(InputError, match="another process writes to"):
         evaluate(saved, **quick, say=lambda text: None)
     assert evaluate(saved, **quick, say=lambda text: None)["tasks"]
 
