@@ -268,8 +268,10 @@ def trained_on(
     return {task for found in names for name in found for task in _training_tasks().get(name, [name])}
 
 # %% ../nbs/57_benchmark.ipynb #b7b4168e
-_MODEL_FILES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
-_NOT_MODEL = ("optimizer.safetensors", "card.json", "scores.json")
+_MODEL_FILE = re.compile(
+    r"(?!optimizer|scheduler|training_args|rng)(.*\.(safetensors|bin|gguf|model|jinja)"  # weights, tokenizers
+    r"|.*(config|token|template|\.index).*\.json|modules\.json|vocab\.(json|txt)|merges\.txt|%s)" % re.escape(SETTINGS_FILE)
+)
 
 
 @cache
@@ -279,12 +281,11 @@ def _file_hash(path: Path, changed: int) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    "A hash of what makes a saved model: weights, settings, tokenizer."
+    "A hash of what makes a saved model: weights, settings, tokenizer, also of the modules of a sentence-transformers model (`1_Pooling`)."
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        if path.suffix in _MODEL_FILES and path.name not in _NOT_MODEL and not any(part.startswith(".") for part in inside.parts):
-            digest.update(f"{inside} {_file_hash(path, path.stat().st_mtime_ns)}".encode())
+    for path in sorted([*folder.glob("*"), *folder.glob("[0-9]_*/*")]):
+        if _MODEL_FILE.fullmatch(path.name) and path.is_file():
+            digest.update(f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode())
     if (folder / "adapter_config.json").exists():
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         digest.update(model_revision(base).encode())
@@ -545,15 +546,13 @@ def _same(scores: dict, about: dict) -> bool:
 
 # %% ../nbs/57_benchmark.ipynb #11ace7e1
 class ScoresFile:
-    "`scores.json` of one model, up to date after every task. Raises `InputError` where it holds those of another (`_own_folder`)."
+    "`scores.json` of one model, up to date after every task; the file is new, or of the same weights and settings (`_own_folder`)."
 
     def __init__(self, path: Path, model: str, about: dict):
         self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
         self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
         if path.exists():
             before = read_scores(path)
-            if not _same(before, about):
-                raise InputError(f"{path} holds scores of other weights or settings; name another folder")
             self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
 
     def has(self, name: str, key: str) -> bool:
@@ -602,10 +601,11 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
         meta = model_meta(loaded, name, about["revision"], training, base, about["prompts"], about["max_length"])
         soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
-        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling, **soft}
+        told = _as_asked(loaded, about["prompts"], about["max_length"]).tokenizer.config()
+        device, more = loaded.decoder.device, {"template": told, "pooling": loaded.pooling, **soft}
     else:
         meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
-        device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}
+        device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
         loaded.mteb_model_meta = meta
     device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     recipe = {"recipe": _without_folders(cards[0]["recipe"])} if cards else {}
@@ -734,6 +734,8 @@ def evaluate(
         waiting = _not_done(opened, file, about, say)
         if waiting:
             loaded = load_model(source, dtype, device)
+            if "prompts" not in about:
+                say(f"{name}: prompts, length and dtype are the model's own (a sentence-transformers model that was not made here)")
             meta, more = _describe(loaded, source, name, about)
             more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
             file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}

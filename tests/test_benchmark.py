@@ -191,7 +191,8 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     assert not ours["errors"] and not theirs["errors"]
     for name in names:
         assert ours["tasks"][name]["main_score"] == pytest.approx(theirs["tasks"][name]["main_score"], abs=1e-4)
-    assert theirs["about"]["wording"].startswith("the model's own") and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st"]
+    assert theirs["about"]["wording"].startswith("the model's own") and not {"prompts", "max_length", "dtype"} & theirs["about"].keys()
+    assert ours["about"]["dtype"] == "float32" and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st"]
 
 
 # ---- what is kept, and what goes wrong ----------------------------------------------------------------------------------
@@ -217,7 +218,8 @@ def test_another_length_is_another_score(saved, quick):
     cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)  # the instruction and a few tokens of the text
     assert (whole["model"], cut["model"]) == (f"{saved.name}-float32", f"{saved.name}-56-float32")
     assert cut["tasks"]["Pairs"]["main_score"] != whole["tasks"]["Pairs"]["main_score"]
-    assert cut["about"]["max_length"] == 56 and evaluate(saved, **quick, say=lambda text: None) == whole
+    assert cut["about"]["max_length"] == cut["about"]["template"]["max_length"] == 56
+    assert whole["about"]["template"]["max_length"] == 512 and evaluate(saved, **quick, say=lambda text: None) == whole
     short = evaluate(saved, **quick, max_length=8, say=lambda text: None)
     assert "leaves no room behind this instruction" in short["errors"]["Pairs"]
 
@@ -234,6 +236,14 @@ def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated)
     third = evaluate(tmp_path / saved.name, **quick | {"tasks": "Pairs", "data_dir": tmp_path / "data"}, say=lambda text: None)
     assert third["tasks"]["Pairs"]["data_revision"] != second["tasks"]["Pairs"]["data_revision"]
     assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2  # mteb's files, by revision of the weights
+
+
+def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_path):
+    tiny().save_pretrained(tmp_path / "tiny")
+    quick |= {"tasks": "Pairs", "dtype": "auto"}
+    for out in (tmp_path / "tiny", tmp_path):  # inside it, and so that NAME is the folder itself
+        first = evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: None)
+        assert evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: pytest.fail("done again")) == first
 
 
 def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
