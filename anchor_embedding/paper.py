@@ -13,6 +13,7 @@ import html
 import io
 import json
 import math
+import re
 import textwrap
 import tomllib
 from collections.abc import Mapping
@@ -94,16 +95,19 @@ def paper_averages() -> pd.DataFrame:  # index: model, system; columns: the cate
 
 # %% ../nbs/62_paper.ipynb #bdbd11ec
 def _score_files(path) -> list[Path]:
-    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last."
+    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last of each setting."
     path = Path(path)
     if path.is_file():
         return [path]
     found = [path / "scores.json"] if (path / "scores.json").is_file() else sorted(path.glob("**/scores.json"))
     if not found:
         raise InputError(f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), or name the file")
-    is_step = lambda file: file.parent.name.startswith("step-")
-    last = {file.parent.parent: file for file in found if is_step(file)}
-    return [file for file in found if not is_step(file) or last[file.parent.parent] == file]
+    last, checkpoints = {}, {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in found}
+    for file, step in checkpoints.items():
+        place = (file.parent.parent, step[2] if step else file.parent.name)  # a sweep with other settings has other ends of names
+        if not step or place not in last or int(step[1]) > int(checkpoints[last[place]][1]):
+            last[place] = file
+    return sorted(last.values())
 
 
 def _json(path: Path):
@@ -171,26 +175,36 @@ def _label(scores, path=None) -> str:
     return parts[-1] if parts else "ours"
 
 # %% ../nbs/62_paper.ipynb #64436396
+def _setting(scores: dict) -> dict:
+    "How a run was scored."
+    return {key: scores.get("about", {}).get(key) for key in ("prompts", "max_length", "dtype")}
+
+
+def _other_data(one: dict, other: dict) -> list[str]:
+    "The tasks of two runs whose data are not the same."
+    revision = lambda run, task: run["tasks"][task].get("data_revision")
+    return sorted(task for task in one["tasks"].keys() & other["tasks"].keys() if revision(one, task) != revision(other, task))
+
+
 def _group(named) -> dict[str, list[dict]]:
-    "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds share a label."
-    groups, members = {}, {}  # members: identity → label, seeds
+    "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds, scored alike, share a label."
+    groups, members = {}, {}  # members: label → identity, seeds
     for scores, path in named:
         recipe, label = _recipe(scores, path) or {}, _label(scores, path)
         step = label.split()[-1] if "step-" in label else ""
-        key = json.dumps([_identity(recipe), scores.get("about", {}).get("prompts"), step], sort_keys=True)
-        shared, seeds = members.get(key, (None, set()))
-        if recipe and shared and recipe.get("seed") not in seeds:
-            label = shared
-        else:
-            number, first = 2, label
-            while label in groups:
-                label, number = f"{first} ({number})", number + 1
-            seeds = set()
-        members[key] = label, seeds | {recipe.get("seed")}
+        key, seed = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True), recipe.get("seed")
+        fits = lambda one, key=key, seed=seed, scores=scores: members[one][0] == key and seed not in members[one][1] and not any(
+            _other_data(scores, run) for run in groups[one])
+        shared = next((one for one in groups if recipe and fits(one)), None)
+        number, first = 2, label
+        while not shared and label in groups:
+            label, number = f"{first} ({number})", number + 1
+        label = shared or label
+        members.setdefault(label, (key, set()))[1].add(seed)
         groups.setdefault(label, []).append(scores)
     return groups
 
-
+# %% ../nbs/62_paper.ipynb #d4668fc8
 def gather_scores(
     scores,  # a scores.json, a folder, a dict of its content, several of them in a list, or {label: one or several}
 ) -> dict[str, list[dict]]:  # label → the scores of its runs
@@ -290,15 +304,27 @@ def _remarks(groups) -> tuple[str, ...]:
     return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
 
 # %% ../nbs/62_paper.ipynb #25dae86d
+def _queries_of_both(one: dict, other: dict) -> list[str]:
+    "The tasks of whose queries two runs have figures that are no older than their scores."
+    tasks = one.get("queries", {}).keys() & other.get("queries", {}).keys()
+    current = lambda run, task: task in run["tasks"] and run["queries"][task]["key"] == run["tasks"][task].get("key")
+    return sorted(task for task in tasks if current(one, task) and current(other, task))
+
+
+def _unlike(one: dict, other: dict) -> str:
+    "Why no query of two runs can be compared: they were scored with other settings; empty where they were not."
+    a, b = _setting(one), _setting(other)
+    return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+
+
 def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
-    "Task → the figures of the queries that two runs have in common, in points, where both have the same queries."
-    found = {}
-    for task in one.get("queries", {}).keys() & other.get("queries", {}).keys():
-        sides = [run["queries"][task] for run in (one, other)]
-        current = all(side["key"] == run["tasks"].get(task, {}).get("key") for side, run in zip(sides, (one, other), strict=True))
-        if current and sides[0]["scores"].keys() == sides[1]["scores"].keys() and len(sides[0]["scores"]) > 1:
-            found[task] = tuple([100 * side["scores"][query] for query in sides[0]["scores"]] for side in sides)
-    return dict(sorted(found.items()))
+    "Task → the figures of the queries that two runs have in common, in points, where both were scored alike on the same queries."
+    found, other_data = {}, _other_data(one, other)
+    for task in [] if _unlike(one, other) else _queries_of_both(one, other):
+        sides = [run["queries"][task]["scores"] for run in (one, other)]
+        if task not in other_data and sides[0].keys() == sides[1].keys() and len(sides[0]) > 1:
+            found[task] = tuple([100 * side[query] for query in sides[0]] for side in sides)
+    return found
 
 # %% ../nbs/62_paper.ipynb #6aba6c29
 def query_differences(
@@ -317,14 +343,26 @@ def query_differences(
 def _sure(scores) -> tuple[str, ...]:
     "The differences between ours, a sentence for every two models."
     verdicts = {"ahead": "", "behind": "", "level": " (not distinguishable)"}
-    found = query_differences(scores)
-    lines = []
+    found, lines = query_differences(scores), []
+    number = lambda value: f"{value:+.2f}".replace("-", "−")
+    told = lambda r: f"{r.task} {number(r.points)} [{number(r.low)}, {number(r.high)}], {r.queries:,} queries{verdicts[r.verdict]}"
     for (model, than), rows in found.groupby(["model", "than"], sort=False):
-        parts = [f"{r.task} {r.points:+.2f} [{r.low:+.2f}, {r.high:+.2f}], {r.queries:,} queries{verdicts[r.verdict]}" for r in rows.itertuples()]
-        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(parts)}".replace("-", "−"))
+        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(map(told, rows.itertuples()))}")
     return tuple(lines)
 
 
+def _unsure(groups) -> tuple[str, ...]:
+    "Why two of ours are not compared query by query, though both have figures of the same tasks' queries."
+    alone, lines = [(label, runs[0]) for label, runs in groups.items() if len(runs) == 1], []
+    for (than, other), (model, one) in combinations(alone, 2):
+        tasks, pair = _queries_of_both(one, other), f"{model} and {than} are not compared query by query"
+        if tasks and (why := _unlike(other, one)):
+            lines.append(f"{pair}: they were scored with {why}")
+        elif changed := sorted(set(tasks) & set(_other_data(one, other))):
+            lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
+    return tuple(lines)
+
+# %% ../nbs/62_paper.ipynb #cf45c02f
 def compare(
     scores,                                   # see `gather_scores`: files, folders, run folders, or {label: …}
     paper: str = "Llama-3.2-1B-Instruct",     # the paper's base model
@@ -338,7 +376,7 @@ def compare(
         raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
     groups = gather_scores(scores)
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_remarks(groups)), mark)
+    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_unsure(groups), *_remarks(groups)), mark)
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
