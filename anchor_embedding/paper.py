@@ -16,6 +16,7 @@ import math
 import re
 import textwrap
 import tomllib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -109,7 +110,7 @@ def _score_files(path) -> list[Path]:
             last[place] = file
     return sorted(last.values())
 
-
+# %% ../nbs/62_paper.ipynb #dc8da499
 def _json(path: Path):
     "The content of a JSON file; InputError when it cannot be read."
     try:
@@ -117,7 +118,8 @@ def _json(path: Path):
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e:
-        raise InputError(f"{path}: not JSON ({e}); evaluate the model again") from None
+        remedy = "remove the file (the scores are compared without it)" if path.name == "queries.json" else "evaluate the model again"
+        raise InputError(f"{path}: not JSON ({e}); {remedy}") from None
 
 
 def _read_scores(
@@ -125,12 +127,23 @@ def _read_scores(
 ) -> dict:  # model, about, tasks, and queries where a queries.json lies beside it
     "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
     scores, beside = _checked_scores(_json(Path(path)), path), Path(path).with_name("queries.json")
-    return scores | ({"queries": _json(beside)} if beside.is_file() else {})
+    return scores | ({"queries": _checked_queries(_json(beside), beside)} if beside.is_file() else {})
+
+
+def _checked_queries(queries, where) -> dict:
+    "The same figures of queries, if they are well formed."
+    fits = lambda task: isinstance(task, dict) and "key" in task and isinstance(task.get("scores"), dict) and all(
+        isinstance(score, int | float) for score in task["scores"].values())
+    wrong = "it" if not isinstance(queries, dict) else next((name for name, task in queries.items() if not fits(task)), None)
+    if wrong is not None:
+        raise InputError(f"{where}: {wrong} has no figures of queries; remove the file (the scores are compared without it)")
+    return queries
 
 # %% ../nbs/62_paper.ipynb #df4bfd0d
 def _checked_scores(scores, where) -> dict:
     "The same scores, if they are well formed."
-    if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not scores["tasks"]:
+    failed = isinstance(scores, dict) and bool(scores.get("errors"))  # a model whose tasks all failed is left out later
+    if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not (scores["tasks"] or failed):
         raise InputError(f"{where}: not scores: `tasks` with at least one task is missing; evaluate the model (`anchor eval`)")
     if not all(isinstance(scores.get(key, {}), dict) for key in ("about", "errors")):
         raise InputError(f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again")
@@ -374,9 +387,13 @@ def compare(
     theirs = paper_scores(paper)
     if not system or not set(system) <= set(theirs):
         raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
-    groups = gather_scores(scores)
+    everything = gather_scores(scores)
+    groups = {label: kept for label, runs in everything.items() if (kept := [run for run in runs if run["tasks"]])}
+    if not groups:
+        raise InputError("nothing to compare: every task of every model failed; evaluate again")
+    left_out = [f"Left out, because all its tasks failed: {label}" for label, runs in everything.items() if not all(run["tasks"] for run in runs)]
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_unsure(groups), *_remarks(groups)), mark)
+    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_unsure(groups), *left_out, *_remarks(everything)), mark)
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
@@ -519,12 +536,30 @@ def paper_early_stage(
     return wide.set_axis([int(name.removeprefix("step")) for name in wide.index]).rename_axis("step", axis=0).rename_axis(None, axis=1)
 
 
+def _line_setting(line: dict) -> tuple:
+    "What a line of evals.jsonl says of how it was scored; empty for the usual way."
+    found = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}  # a missing value of a table is NaN
+    return tuple((key, value) for key, value in found.items() if value is not None and value == value)
+
+
+def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[dict]]]:
+    "The lines of one setting: those that name none where there are such, else the first that is met. Warns of others."
+    settings = {_line_setting(line): None for runs in seeds.values() for lines in runs for line in lines if "task" in line}
+    chosen = () if () in settings or not settings else next(iter(settings))
+    if others := [setting for setting in settings if setting != chosen]:
+        told = "; ".join(", ".join(f"{key} {value}" for key, value in setting) for setting in others)
+        warnings.warn(f"evals.jsonl also has scores with {told}; they are left out", stacklevel=3)
+    fits = lambda line: "task" not in line or _line_setting(line) == chosen
+    return {arm: [[line for line in lines if fits(line)] for lines in runs] for arm, runs in seeds.items()}
+
+# %% ../nbs/62_paper.ipynb #43d7718a
 def early_scores(
     runs: dict[str, list[dict] | list[list[dict]]],  # arm → the lines of its evals.jsonl, or those of each of its seeds
 ) -> dict[str, pd.DataFrame]:  # task → points, steps × arms, or (step, run) × arms where an arm has seeds; held-out nDCG@10 as HELDOUT
-    "Scores of every task over the steps of the arms; a later line for the same step counts."
+    "Scores of every task over the steps of the arms, a later line for the same step counts; of one setting, which warns of others."
     table = {}
     seeds = {arm: lines if lines and isinstance(lines[0], list) else [lines] for arm, lines in runs.items()}
+    seeds = _of_one_setting(seeds)
     for arm, number, line in ((a, number, line) for a in seeds for number, lines in enumerate(seeds[a]) for line in lines):
         task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
         if score is not None:

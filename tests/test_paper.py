@@ -214,6 +214,27 @@ def test_broken_scores_are_refused_with_file_and_task(tmp_path, content, contain
     assert contains in str(caught.value)
 
 
+def test_a_model_whose_tasks_all_failed_is_left_out(tmp_path):
+    scores_file(tmp_path / "good", "good", {"STS17": 0.5})
+    broken = scores_file(tmp_path / "broken", "broken", {}) / "scores.json"
+    broken.write_text(json.dumps({"model": "broken", "about": {}, "tasks": {}, "errors": {"STS17": "no gold"}}))
+    comparison = compare(tmp_path)
+    assert list(comparison.ours) == ["good"]
+    assert {"Left out, because all its tasks failed: broken", "Failed here, STS17: no gold"} <= set(comparison.remarks)
+    with pytest.raises(InputError, match="every task of every model failed"):
+        compare(broken)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"STS17": {}}', '{"STS17": 3}', "{", '{"STS17": {"key": "k", "scores": {"a": "b"}}}'])
+def test_a_broken_queries_file_is_named_and_its_removal_helps(tmp_path, content):
+    beside = scores_file(tmp_path / "m", "m", {"STS17": 0.5}) / "queries.json"
+    beside.write_text(content)
+    with pytest.raises(InputError, match=r"queries\.json.*remove the file"):
+        compare(tmp_path)
+    beside.unlink()
+    assert compare(tmp_path).seen == ["STS17"]
+
+
 def test_nothing_in_common_with_the_paper(tmp_path):
     scores_file(tmp_path, "m", {"Own": 0.5})
     comparison = compare(tmp_path)
