@@ -800,19 +800,26 @@ def table_markdown(
 def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     "Step → folder of the checkpoints at multiples of `every`. Raises `InputError` when there is none."
     found = {int(path.name.removeprefix("step-")): path for path in sorted(run.glob("step-*")) if path.is_dir()}
+    if every < 0:
+        raise InputError(f"every is {every}; give the steps between checkpoints, or 0 for all there are")
     wanted = {step: path for step, path in found.items() if not every or step % every == 0}
     if not wanted:
         there = f"its checkpoints are at steps {', '.join(map(str, found))}" if found else "it has no checkpoints"
-        raise InputError(f"{run} has no checkpoint at a multiple of {every}: {there}")
+        raise InputError(f"{run} has no checkpoint{f' at a multiple of {every}' if every else ' to score'}: {there}")
     return wanted
 
 
-def _add_lines(run: Path, step: int, tasks: dict) -> None:
-    "Add to evals.jsonl what is not there yet."
-    last = {(line.get("step"), line.get("task")): line.get("score") for line in read_log(run / "evals.jsonl")}
+_USUAL = {"prompts": "paper", "max_length": MAX_LENGTH, "dtype": "auto"}  # what a line of evals.jsonl need not say
+
+
+def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
+    "Add to evals.jsonl what is not there yet, with the settings that are not the usual ones; only a line of the same settings counts."
+    settings = lambda line: {key: line[key] for key in _USUAL if line.get(key) is not None}
+    last = {(line.get("step"), line.get("task"), str(settings(line))): line.get("score") for line in read_log(run / "evals.jsonl")}
     for name, entry in tasks.items():
-        if last.get((step, name)) != entry["main_score"]:
-            RunFolder(run).append("evals.jsonl", step=step, task=name, metric=entry["metric"], score=entry["main_score"])
+        if last.get((step, name, str(settings(unusual)))) != entry["main_score"]:
+            line = {"step": step, "task": name, "metric": entry["metric"], "score": entry["main_score"]}
+            RunFolder(run).append("evals.jsonl", **line, **settings(unusual))
 
 
 def sweep(
@@ -826,15 +833,21 @@ def sweep(
 ) -> list[dict]:  # a scores.json for each checkpoint
     "Scores along a run. Raises `InputError`."
     run, found = Path(run), []
+    asked = {key: options.get(key, usual) for key, usual in _USUAL.items()}
+    unusual = {key: asked[key] or "own" for key, usual in _USUAL.items() if asked[key] != usual}
     for step, folder in _checkpoints(run, every).items():
         say(f"== step {step}")
         found.append(evaluate(folder, tasks, out or run / "evaluations", data_dir, name=folder.name, say=say, **options))
-        _add_lines(run, step, found[-1]["tasks"])
+        _add_lines(run, step, found[-1]["tasks"], unusual)
     return found
 
 # %% ../nbs/57_benchmark.ipynb #97239f4d
 class TaskEvaluator:
-    "Scores of a model in training on a few tasks; `train` calls it with every process, which share the texts."
+    """Scores of a model in training on a few tasks; `train` calls it with every process, which share the texts.
+
+    The model is scored as it trains, adapter beside base and products in the run's dtype; a checkpoint, merged and loaded again, rounds
+    otherwise. A run in bfloat16 therefore has slightly other scores here than a later `sweep`, whose lines then count.
+    """
 
     def __init__(
         self,

@@ -442,6 +442,20 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     assert said == ["== step 2", "== step 4"] and benchmark.read_log(run / "evals.jsonl") == lines
 
 
+def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(saved, generated, tmp_path):
+    run = tmp_path / "run"
+    tiny().save_pretrained(run / "step-000002")
+    usual = {"step": 2, "task": "Pairs", "metric": "max_ap", "score": 0.25}
+    (run / "evals.jsonl").write_text(json.dumps(usual) + "\n")
+    arguments = {"tasks": "Pairs", "data_dir": generated, "progress": False, "say": lambda text: None}
+    for _ in range(2):
+        swept = [sweep(run, 2, **arguments, **settings)[0] for settings in ({}, {"prompts": "mteb", "max_length": 56, "dtype": "float32"})]
+    lines = benchmark.read_log(run / "evals.jsonl")
+    assert lines[0] == usual and [line["score"] for line in lines[1:]] == [found["tasks"]["Pairs"]["main_score"] for found in swept]
+    assert lines[1].keys() == usual.keys()
+    assert lines[2] == usual | {"score": lines[2]["score"], "prompts": "mteb", "max_length": 56, "dtype": "float32"}
+
+
 def test_importing_does_not_load_mteb():
     """It takes seconds to load; only an evaluation needs it."""
     code = "import sys, anchor_embedding.benchmark, anchor_embedding.tasks; sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
