@@ -36,7 +36,7 @@ from filelock import FileLock, Timeout
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
 from .decoder import choose_device, choose_dtype
-from .embedder import SETTINGS_FILE, Embedder
+from .embedder import SETTINGS_FILE, Embedder, read_settings, read_tokenizer
 from .errors import InputError
 from .files import write_text
 from .progress import progress_bar
@@ -531,9 +531,21 @@ def read_queries(
     "The scores of single queries; empty where there are none."
     path = Path(folder) / QUERIES
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path} is broken ({error}); remove it and evaluate again") from None
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is broken ({error}); remove it") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is broken (no JSON object); remove it")
+    return found
+
+
+def _queries_or_none(folder: Path, say) -> dict[str, dict]:
+    "The same, and none where the file is broken: it stands beside scores that shall not be lost for it."
+    try:
+        return read_queries(folder)
+    except InputError as error:
+        say(f"{error}: the scores are used without it, and the next task writes it anew")
+        return {}
 
 # %% ../nbs/57_benchmark.ipynb #263a3c9d
 _IDENTITY = ("revision", "prompts", "dtype", "max_length")  # of `about`: other values of these, other scores
@@ -548,9 +560,10 @@ def _same(scores: dict, about: dict) -> bool:
 class ScoresFile:
     "`scores.json` of one model, up to date after every task; the file is new, or of the same weights and settings (`_own_folder`)."
 
-    def __init__(self, path: Path, model: str, about: dict):
+    def __init__(self, path: Path, model: str, about: dict, say: Callable[[str], None] = print):
         self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
         self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
+        self.queries = _queries_or_none(path.parent, say)
         if path.exists():
             before = read_scores(path)
             self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
@@ -561,13 +574,12 @@ class ScoresFile:
 
     def keep(self, name: str, entry: dict) -> None:
         "Write down a task's entry, in place of its error; the figures of single queries go into `queries.json`."
-        entry, queries = dict(entry), read_queries(self.path.parent)
+        entry, queries = dict(entry), self.queries
         figures = {"key": entry.get("key"), "metric": entry.get("metric"), "scores": entry.pop("queries", {})}
         if queries.pop(name, None) or figures["scores"]:
-            queries |= {name: figures} if figures["scores"] else {}
+            queries.update({name: figures} if figures["scores"] else {})
             write_text(self.path.with_name(QUERIES), "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in queries.items()) + "\n}\n")
         self.scores["errors"].pop(name, None)
-        self.scores["tasks"].pop(name, None)
         self.scores["tasks"][name] = entry
         self._write()
 
@@ -623,11 +635,34 @@ def _reason(error: Exception, task) -> str:
     return f"{line}; the data come from the hub: is it reachable? (data_dir takes them from a folder)" if hub else line
 
 # %% ../nbs/57_benchmark.ipynb #ee40e4b1
+def _vectors_folder(folder: Path, about: dict) -> Path:
+    "Where the vectors of these weights and settings lie until all tasks are done."
+    made_by = json.dumps([about.get(key) for key in _IDENTITY])
+    return folder / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
+
+
+def _remove_leftovers(folder: Path, about: dict) -> None:
+    "Remove vectors that a killed evaluation of other weights or settings left; the caller holds the lock."
+    for path in folder.glob("vectors-*"):
+        if path != _vectors_folder(folder, about):
+            shutil.rmtree(path)
+
+
+def _check_length(source: str | Embedder, prompts: str, max_length: int | None) -> None:
+    "Raises `InputError` for a length that leaves no room for a text of this model."
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length is {max_length}; give the tokens of a text, at least 1, or 0 for the model's own length")
+    if isinstance(source, Embedder):
+        _as_asked(source, prompts, max_length)
+    elif max_length not in (None, MAX_LENGTH) and not is_sentence_transformer(source):
+        own = read_settings(source)
+        TextTokenizer(read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token"), prompt_wording(prompts))
+
+# %% ../nbs/57_benchmark.ipynb #8721d5fc
 def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, options: dict, progress, say) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
-    made_by = json.dumps([about.get(key) for key in _IDENTITY])
-    aside = file.path.parent / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
+    aside = _vectors_folder(file.path.parent, about)
     with progress_bar(sum(shares.values()), file.scores["model"], "k characters", progress=progress) as bar:
         track, encoder, store = _Track(bar), loaded, None
         if isinstance(loaded, Embedder):
@@ -714,7 +749,7 @@ def evaluate(
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub
     prompts: str = "paper",  # see `tasks.PROMPTS`; of our models
     name: str | None = None,  # None = `model_name`
-    max_length: int | None = MAX_LENGTH,  # tokens of a text; None = the model's own; of our models
+    max_length: int | None = MAX_LENGTH,  # tokens of a text; None or 0 = the model's own; of our models
     dtype: str = "auto",
     device: str | torch.device | None = None,
     progress: bool | None = None,  # see `progress_bar`
@@ -725,12 +760,15 @@ def evaluate(
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else _resolved(model)
+    max_length = None if max_length == 0 else max_length
     about = _identity(source, prompts, max_length, dtype, device)
+    _check_length(source, prompts, max_length)
     dtype_asked = "auto" if isinstance(source, Embedder) else dtype
     folder = Path(out) / _folder_name(name or model_name(model), about, dtype_asked)
     with _claimed(folder):
         folder = _own_folder(folder, about, say)
-        file, name = ScoresFile(folder / "scores.json", folder.name, about), folder.name
+        file, name = ScoresFile(folder / "scores.json", folder.name, about, say), folder.name
+        _remove_leftovers(folder, about)
         waiting = _not_done(opened, file, about, say)
         if waiting:
             loaded = load_model(source, dtype, device)
@@ -821,7 +859,7 @@ def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
             line = {"step": step, "task": name, "metric": entry["metric"], "score": entry["main_score"]}
             RunFolder(run).append("evals.jsonl", **line, **settings(unusual))
 
-
+# %% ../nbs/57_benchmark.ipynb #af49c22d
 def sweep(
     run: str | os.PathLike,  # run folder
     every: int = 0,  # steps between checkpoints that are evaluated; 0 = all there are

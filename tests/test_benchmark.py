@@ -246,6 +246,38 @@ def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_pa
         assert evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: pytest.fail("done again")) == first
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_queries_file_stops_no_evaluation(saved, quick, content):
+    first, said = evaluate(saved, **quick, say=lambda text: None), []
+    beside = quick["out"] / f"{saved.name}-float32" / "queries.json"
+    beside.write_text(content)
+    found = evaluate(saved, **quick | {"tasks": "Lists,Pairs,STSBenchmark"}, say=said.append)
+    assert found["tasks"].keys() == {"Lists", "Pairs", "STSBenchmark"} and found["tasks"]["Lists"] == first["tasks"]["Lists"]
+    assert len(said) == 2 and "queries.json is broken" in said[0] and not found["errors"]
+
+
+def test_leftover_vectors_of_other_settings_are_removed(saved, quick):
+    folder = quick["out"] / f"{saved.name}-float32"
+    for name in ("vectors-0123456789abcdef", "other"):
+        (folder / name).mkdir(parents=True)
+    evaluate(saved, **quick, say=lambda text: None)
+    assert {path.name for path in folder.iterdir()} == {"other", "scores.json", "queries.json"}
+
+
+@pytest.mark.parametrize("length", [-3, 1])
+def test_a_length_without_room_is_refused_before_anything_is_made(tmp_path, quick, length):
+    tiny(template="chat").save_pretrained(tmp_path / "chat")
+    for model in (tmp_path / "chat", tiny(template="chat")):
+        with pytest.raises(InputError, match="max_length"):
+            evaluate(model, **quick, max_length=length)
+    assert not quick["out"].exists()
+
+
+def test_length_0_is_the_model_s_own(saved, quick):
+    own = evaluate(saved, **quick | {"tasks": "Pairs"}, max_length=0, say=lambda text: None)
+    assert own["model"] == f"{saved.name}-own-length-float32" and own["about"]["template"]["max_length"] == 64
+
+
 def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
     """Two models whose last folder has one name, and two dtypes of one of them, turn about."""
     for seed in (1, 2):
