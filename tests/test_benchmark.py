@@ -298,11 +298,11 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     data = tmp_path / "data"
     write(data / "sts" / "STS12", pairs=[{"sentence1": "a", "sentence2": "b", "score": "much"}])
     write(data / "retrieval" / "NFCorpus", queries=[{"_id": "q", "text": "a"}])
-    write(data / "sts" / "STS13", pairs=[{"sentence1": "same", "sentence2": "same", "score": 1.0}] * 3)
+    write(data / "sts" / "STS13", pairs=[{"sentence1": "same", "sentence2": "same", "score": i} for i in range(3)])
     write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
     scores = evaluate(saved, **quick | {"tasks": "STS12,NFCorpus,STS13,STS17,Good", "data_dir": data}, say=lambda text: None)
     assert list(scores["tasks"]) == ["Good"] and list(scores["errors"]) == ["STS12", "NFCorpus", "STS13", "STS17"]
-    assert "pairs.jsonl:1: 'score' must be a number, but it is 'much'" in scores["errors"]["STS12"]
+    assert "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'" in scores["errors"]["STS12"]
     assert "has no corpus.jsonl" in scores["errors"]["NFCorpus"] and "STS17 is not in" in scores["errors"]["STS17"]
     assert "the score is nan" in scores["errors"]["STS13"]
     write(data / "sts" / "STS17", pairs=[{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])])
