@@ -270,7 +270,7 @@ def trained_on(
 # %% ../nbs/57_benchmark.ipynb #b7b4168e
 _MODEL_FILE = re.compile(
     r"(?!optimizer|scheduler|training_args|rng)(.*\.(safetensors|bin|gguf|model|jinja)"  # weights, tokenizers
-    r"|.*(config|token|template|\.index).*\.json|modules\.json|vocab\.(json|txt)|merges\.txt|%s)" % re.escape(SETTINGS_FILE)
+    r"|.*(config|token|template|\.index).*\.json|modules\.json|vocab\.(json|txt)|merges\.txt|anchor_embedding\.json)"
 )
 
 
