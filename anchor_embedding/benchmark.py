@@ -35,7 +35,8 @@ from filelock import FileLock, Timeout
 
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
-from .embedder import SETTINGS_FILE, Embedder
+from .decoder import choose_device, choose_dtype
+from .embedder import SETTINGS_FILE, Embedder, read_settings, read_tokenizer
 from .errors import InputError
 from .files import write_text
 from .progress import progress_bar
@@ -267,8 +268,10 @@ def trained_on(
     return {task for found in names for name in found for task in _training_tasks().get(name, [name])}
 
 # %% ../nbs/57_benchmark.ipynb #b7b4168e
-_MODEL_FILES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
-_NOT_MODEL = ("optimizer.safetensors", "card.json", "scores.json")
+_MODEL_FILE = re.compile(
+    r"(?!optimizer|scheduler|training_args|rng)(.*\.(safetensors|bin|gguf|model|jinja)"  # weights, tokenizers
+    r"|.*(config|token|template|\.index).*\.json|modules\.json|vocab\.(json|txt)|merges\.txt|anchor_embedding\.json)"
+)
 
 
 @cache
@@ -278,12 +281,11 @@ def _file_hash(path: Path, changed: int) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    "A hash of what makes a saved model: weights, settings, tokenizer."
+    "A hash of what makes a saved model: weights, settings, tokenizer, also of the modules of a sentence-transformers model (`1_Pooling`)."
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        if path.suffix in _MODEL_FILES and path.name not in _NOT_MODEL and not any(part.startswith(".") for part in inside.parts):
-            digest.update(f"{inside} {_file_hash(path, path.stat().st_mtime_ns)}".encode())
+    for path in sorted([*folder.glob("*"), *folder.glob("[0-9]_*/*")]):
+        if _MODEL_FILE.fullmatch(path.name) and path.is_file():
+            digest.update(f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode())
     if (folder / "adapter_config.json").exists():
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         digest.update(model_revision(base).encode())
@@ -502,7 +504,7 @@ def _versions() -> dict[str, str]:
 
 def _done_key(task, about: dict) -> str:
     "What an entry of scores.json must have been made from to count as done."
-    parts = [about[key] for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
+    parts = [about.get(key) for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 # %% ../nbs/57_benchmark.ipynb #460d2c93
@@ -529,44 +531,72 @@ def read_queries(
     "The scores of single queries; empty where there are none."
     path = Path(folder) / QUERIES
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path} is broken ({error}); remove it and evaluate again") from None
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is broken ({error}); remove it") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is broken (no JSON object); remove it")
+    return found
+
+
+def _queries_or_none(folder: Path, say) -> dict[str, dict]:
+    "The same, and none where the file is broken: it stands beside scores that shall not be lost for it."
+    try:
+        return read_queries(folder)
+    except InputError as error:
+        say(f"{error}: the scores are used without it, and the next task writes it anew")
+        return {}
 
 # %% ../nbs/57_benchmark.ipynb #263a3c9d
 _IDENTITY = ("revision", "prompts", "dtype", "max_length")  # of `about`: other values of these, other scores
 
 
-class ScoresFile:
-    "`scores.json` of one model, up to date after every task; entries of other weights, prompts, dtype or length are dropped."
+def _same(scores: dict, about: dict) -> bool:
+    "Whether scores were made from the same weights, prompts, dtype and length."
+    before = scores.get("about") or {}
+    return all(before.get(key) == about.get(key) for key in _IDENTITY)
 
-    def __init__(self, path: Path, model: str, about: dict):
+# %% ../nbs/57_benchmark.ipynb #11ace7e1
+class ScoresFile:
+    "`scores.json` of one model, up to date after every task; the file is new, or of the same weights and settings (`_own_folder`)."
+
+    def __init__(self, path: Path, model: str, about: dict, say: Callable[[str], None] = print):
         self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
-        before = read_scores(path) if path.exists() else {"tasks": {}}
-        if all(before.get("about", {}).get(key) == about[key] for key in _IDENTITY):
+        self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
+        self.queries = _queries_or_none(path.parent, say)
+        if path.exists():
+            before = read_scores(path)
             self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
 
     def has(self, name: str, key: str) -> bool:
         "Whether a task is done."
         return self.scores["tasks"].get(name, {}).get("key") == key
 
-    def keep(self, name: str, entry: dict | None = None, error: str = "") -> None:
-        "Write down a task's entry, or its error; the figures of single queries go into `queries.json`."
-        entry, queries = dict(entry or {}), read_queries(self.path.parent)
+    def keep(self, name: str, entry: dict) -> None:
+        "Write down a task's entry, in place of its error; the figures of single queries go into `queries.json`."
+        entry, queries = dict(entry), self.queries
         figures = {"key": entry.get("key"), "metric": entry.get("metric"), "scores": entry.pop("queries", {})}
         if queries.pop(name, None) or figures["scores"]:
-            queries |= {name: figures} if figures["scores"] else {}
+            queries.update({name: figures} if figures["scores"] else {})
             write_text(self.path.with_name(QUERIES), "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in queries.items()) + "\n}\n")
-        for part, value in (("tasks", entry), ("errors", error)):
-            self.scores[part].pop(name, None)
-            if value:
-                self.scores[part][name] = value
+        self.scores["errors"].pop(name, None)
+        self.scores["tasks"][name] = entry
+        self._write()
+
+    def fail(self, name: str, reason: str) -> None:
+        "Write down a task's error; where there is a score, it stays, and only this call's result has the error."
+        self.failed[name] = reason
+        if name not in self.scores["tasks"]:
+            self.scores["errors"][name] = reason
+            self._write()
+
+    def _write(self) -> None:
         write_text(self.path, json.dumps(self.scores, indent=1, ensure_ascii=False) + "\n")
 
     def of(self, names: Sequence[str]) -> dict:
-        "The scores of these tasks, in their order."
-        picked = {part: {name: self.scores[part][name] for name in names if name in self.scores[part]} for part in ("tasks", "errors")}
-        return self.scores | picked
+        "The scores of these tasks, in their order, and what failed in this call."
+        done = {name: self.scores["tasks"][name] for name in names if name in self.scores["tasks"] and name not in self.failed}
+        return self.scores | {"tasks": done, "errors": {name: self.failed[name] for name in names if name in self.failed}}
 
 # %% ../nbs/57_benchmark.ipynb #908c8e6d
 def _without_folders(recipe: dict) -> dict:
@@ -583,10 +613,11 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict):
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
         meta = model_meta(loaded, name, about["revision"], training, base, about["prompts"], about["max_length"])
         soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
-        device, more = loaded.decoder.device, {"template": loaded.tokenizer.config(), "pooling": loaded.pooling, **soft}
+        told = _as_asked(loaded, about["prompts"], about["max_length"]).tokenizer.config()
+        device, more = loaded.decoder.device, {"template": told, "pooling": loaded.pooling, **soft}
     else:
         meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
-        device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper"}
+        device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
         loaded.mteb_model_meta = meta
     device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     recipe = {"recipe": _without_folders(cards[0]["recipe"])} if cards else {}
@@ -604,11 +635,34 @@ def _reason(error: Exception, task) -> str:
     return f"{line}; the data come from the hub: is it reachable? (data_dir takes them from a folder)" if hub else line
 
 # %% ../nbs/57_benchmark.ipynb #ee40e4b1
+def _vectors_folder(folder: Path, about: dict) -> Path:
+    "Where the vectors of these weights and settings lie until all tasks are done."
+    made_by = json.dumps([about.get(key) for key in _IDENTITY])
+    return folder / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
+
+
+def _remove_leftovers(folder: Path, about: dict) -> None:
+    "Remove vectors that a killed evaluation of other weights or settings left; the caller holds the lock."
+    for path in folder.glob("vectors-*"):
+        if path != _vectors_folder(folder, about):
+            shutil.rmtree(path)
+
+
+def _check_length(source: str | Embedder, prompts: str, max_length: int | None) -> None:
+    "Raises `InputError` for a length that leaves no room for a text of this model."
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length is {max_length}; give the tokens of a text, at least 1, or 0 for the model's own length")
+    if isinstance(source, Embedder):
+        _as_asked(source, prompts, max_length)
+    elif max_length not in (None, MAX_LENGTH) and not is_sentence_transformer(source):
+        own = read_settings(source)
+        TextTokenizer(read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token"), prompt_wording(prompts))
+
+# %% ../nbs/57_benchmark.ipynb #8721d5fc
 def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, options: dict, progress, say) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
-    made_by = json.dumps([about[key] for key in _IDENTITY])
-    aside = file.path.parent / f"vectors-{hashlib.sha256(made_by.encode()).hexdigest()[:16]}"
+    aside = _vectors_folder(file.path.parent, about)
     with progress_bar(sum(shares.values()), file.scores["model"], "k characters", progress=progress) as bar:
         track, encoder, store = _Track(bar), loaded, None
         if isinstance(loaded, Embedder):
@@ -621,12 +675,44 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
                 file.keep(name, entry)
                 say(f"{name}: {entry['metric']} {entry['main_score']:.4f} ({entry['seconds']:.0f} s)")
             except Exception as error:  # mteb and its data can raise anything, and the other tasks shall go on
-                file.keep(name, error=_reason(error, task))
-                say(f"{name}: {file.scores['errors'][name]}")
+                file.fail(name, _reason(error, task))
+                say(f"{name}: {file.failed[name]}")
             track.end()
     if store is not None:
         store.close()
         shutil.rmtree(aside)
+
+# %% ../nbs/57_benchmark.ipynb #55037ea5
+def _identity(source: str | Embedder, prompts: str, max_length: int | None, dtype: str, device) -> dict:
+    "What scores depend on, as far as it is applied to this model: a foreign sentence-transformers model has its own ways."
+    compute = choose_dtype(dtype, choose_device() if device is None else device)[0]
+    about = {"revision": model_revision(source), "prompts": check_prompts(prompts), "max_length": max_length}
+    if isinstance(source, Embedder):
+        compute = source.decoder.head.weight.dtype
+    elif is_sentence_transformer(source):
+        return {"revision": about["revision"]}
+    return about | {"dtype": str(compute).removeprefix("torch.")}
+
+
+def _folder_name(name: str, about: dict, dtype: str) -> str:
+    "A model's name, and behind it prompts, length and dtype where they are not the usual ones."
+    if "prompts" not in about:
+        return name
+    length = "own-length" if about["max_length"] is None else str(about["max_length"])
+    parts = [(about["prompts"], "paper"), (length, str(MAX_LENGTH)), (dtype, "auto")]
+    return "-".join([name, *(part for part, usual in parts if part != usual)])
+
+
+def _own_folder(folder: Path, about: dict, say) -> Path:
+    "The folder itself, or beside it one with the revision in its name where it holds scores of other weights: these stay."
+    hashed = hashlib.sha256(json.dumps([about.get(key) for key in _IDENTITY]).encode()).hexdigest()[:8]
+    for add in ("", f"-{about['revision']}", f"-{about['revision']}-{hashed}"):
+        own = folder.with_name(folder.name + add)
+        if not (own / "scores.json").exists() or _same(read_scores(own), about):
+            break
+    if own != folder:
+        say(f"{folder} holds scores of other weights or of another dtype, which stay; these go to {own}")
+    return own
 
 # %% ../nbs/57_benchmark.ipynb #c30d6d4a
 @contextmanager
@@ -649,7 +735,7 @@ def _not_done(opened: dict, file: ScoresFile, about: dict, say) -> dict:
     waiting = {}
     for name, task in opened.items():
         if isinstance(task, InputError):
-            file.keep(name, error=str(task))
+            file.fail(name, str(task))
             say(f"{name}: {task}")
         elif not file.has(name, _done_key(task, about)):
             waiting[name] = task
@@ -663,7 +749,7 @@ def evaluate(
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub
     prompts: str = "paper",  # see `tasks.PROMPTS`; of our models
     name: str | None = None,  # None = `model_name`
-    max_length: int | None = MAX_LENGTH,  # tokens of a text; None = the model's own; of our models
+    max_length: int | None = MAX_LENGTH,  # tokens of a text; None or 0 = the model's own; of our models
     dtype: str = "auto",
     device: str | torch.device | None = None,
     progress: bool | None = None,  # see `progress_bar`
@@ -674,14 +760,20 @@ def evaluate(
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else _resolved(model)
-    unusual = [check_prompts(prompts)] * (prompts != "paper") + [str(max_length)] * (max_length != MAX_LENGTH)
-    name = "-".join([name or model_name(model), *unusual])
-    about = {"revision": model_revision(source), "prompts": prompts, "dtype": dtype, "max_length": max_length}
-    with _claimed(Path(out) / name):
-        file = ScoresFile(Path(out) / name / "scores.json", name, about)
+    max_length = None if max_length == 0 else max_length
+    about = _identity(source, prompts, max_length, dtype, device)
+    _check_length(source, prompts, max_length)
+    dtype_asked = "auto" if isinstance(source, Embedder) else dtype
+    folder = Path(out) / _folder_name(name or model_name(model), about, dtype_asked)
+    with _claimed(folder):
+        folder = _own_folder(folder, about, say)
+        file, name = ScoresFile(folder / "scores.json", folder.name, about, say), folder.name
+        _remove_leftovers(folder, about)
         waiting = _not_done(opened, file, about, say)
         if waiting:
             loaded = load_model(source, dtype, device)
+            if "prompts" not in about:
+                say(f"{name}: prompts, length and dtype are the model's own (a sentence-transformers model that was not made here)")
             meta, more = _describe(loaded, source, name, about)
             more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
             file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
@@ -746,21 +838,28 @@ def table_markdown(
 def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     "Step → folder of the checkpoints at multiples of `every`. Raises `InputError` when there is none."
     found = {int(path.name.removeprefix("step-")): path for path in sorted(run.glob("step-*")) if path.is_dir()}
+    if every < 0:
+        raise InputError(f"every is {every}; give the steps between checkpoints, or 0 for all there are")
     wanted = {step: path for step, path in found.items() if not every or step % every == 0}
     if not wanted:
         there = f"its checkpoints are at steps {', '.join(map(str, found))}" if found else "it has no checkpoints"
-        raise InputError(f"{run} has no checkpoint at a multiple of {every}: {there}")
+        raise InputError(f"{run} has no checkpoint{f' at a multiple of {every}' if every else ' to score'}: {there}")
     return wanted
 
 
-def _add_lines(run: Path, step: int, tasks: dict) -> None:
-    "Add to evals.jsonl what is not there yet."
-    last = {(line.get("step"), line.get("task")): line.get("score") for line in read_log(run / "evals.jsonl")}
+_USUAL = {"prompts": "paper", "max_length": MAX_LENGTH, "dtype": "auto"}  # what a line of evals.jsonl need not say
+
+
+def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
+    "Add to evals.jsonl what is not there yet, with the settings that are not the usual ones; only a line of the same settings counts."
+    settings = lambda line: {key: line[key] for key in _USUAL if line.get(key) is not None}
+    last = {(line.get("step"), line.get("task"), str(settings(line))): line.get("score") for line in read_log(run / "evals.jsonl")}
     for name, entry in tasks.items():
-        if last.get((step, name)) != entry["main_score"]:
-            RunFolder(run).append("evals.jsonl", step=step, task=name, metric=entry["metric"], score=entry["main_score"])
+        if last.get((step, name, str(settings(unusual)))) != entry["main_score"]:
+            line = {"step": step, "task": name, "metric": entry["metric"], "score": entry["main_score"]}
+            RunFolder(run).append("evals.jsonl", **line, **settings(unusual))
 
-
+# %% ../nbs/57_benchmark.ipynb #af49c22d
 def sweep(
     run: str | os.PathLike,  # run folder
     every: int = 0,  # steps between checkpoints that are evaluated; 0 = all there are
@@ -772,15 +871,21 @@ def sweep(
 ) -> list[dict]:  # a scores.json for each checkpoint
     "Scores along a run. Raises `InputError`."
     run, found = Path(run), []
+    asked = {key: options.get(key, usual) for key, usual in _USUAL.items()}
+    unusual = {key: asked[key] or "own" for key, usual in _USUAL.items() if asked[key] != usual}
     for step, folder in _checkpoints(run, every).items():
         say(f"== step {step}")
         found.append(evaluate(folder, tasks, out or run / "evaluations", data_dir, name=folder.name, say=say, **options))
-        _add_lines(run, step, found[-1]["tasks"])
+        _add_lines(run, step, found[-1]["tasks"], unusual)
     return found
 
 # %% ../nbs/57_benchmark.ipynb #97239f4d
 class TaskEvaluator:
-    "Scores of a model in training on a few tasks; `train` calls it with every process, which share the texts."
+    """Scores of a model in training on a few tasks; `train` calls it with every process, which share the texts.
+
+    The model is scored as it trains, adapter beside base and products in the run's dtype; a checkpoint, merged and loaded again, rounds
+    otherwise. A run in bfloat16 therefore has slightly other scores here than a later `sweep`, whose lines then count.
+    """
 
     def __init__(
         self,

@@ -278,7 +278,7 @@ def _scoring_commands(commands) -> None:
     for words in (scored, swept):
         words.add_argument("--tasks", help="a set (subset15, NanoBEIR, a benchmark) or names, with commas (default: all of DIR, else subset15)")
         words.add_argument("--data-dir", type=Path, metavar="DIR", help="tasks as plain files; without it they come from the hub")
-        words.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text (default: 512)")
+        words.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text (default: 512; 0: the model's own)")
         words.add_argument("--prompts", choices=("paper", "mteb", "as_released", "none"), default="paper")
         words.add_argument("--dtype", **_DTYPE)
     scored.add_argument("--out", type=Path, default=Path("evaluations"), metavar="DIR", help="for scores (default: evaluations)")
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
 # %% ../nbs/70_cli.ipynb #77e93df7
 def main(
     arguments: list[str] | None = None,  # None = of the process
-) -> int:  # exit code: 0 done, 2 bad input, 130 interrupted, 143 terminated, 129 hung up
+) -> int:  # exit code: 0 done, 2 bad input, 141 nobody reads, 130 interrupted, 143 terminated, 129 hung up
     "The command line."
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():
@@ -364,6 +364,10 @@ def _run(args: argparse.Namespace) -> int:
     "The command, its errors as lines."
     try:
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has enough of it, like `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except InputError as error:
         if args.debug:
             raise
@@ -373,7 +377,7 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: {stopped}")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        _say("anchor: interrupted; what was finished by then is in the run folder")
+        _say(f"anchor: interrupted; what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}")
         return 130
     return 0
 

@@ -182,6 +182,9 @@ def _check_states(decoder: CausalDecoder, first: list[int], second: list[int], t
     backbone, device, size = decoder.causal_lm.get_decoder(), decoder.device, len(decoder.head.weight)
     batch, changed = pack([first], device), first[:-1] + [(first[-1] + 1) % size]
     alone = packed_forward(backbone, batch)
+    if not alone.isfinite().all():
+        bad = next((name for name, weight in decoder.named_parameters() if not weight.isfinite().all()), None)
+        raise InputError(f"its weights are not finite ({bad}): it has diverged" if bad else "its states are not finite in this dtype; take float32")
     _demand(_distance(packed_forward(backbone, pack([changed], device))[:-1], alone[:-1]) < tolerance, "its attention is not causal")
     together = packed_forward(backbone, pack([second, first], device))[len(second) :]
     _demand(_distance(together, alone) < tolerance, "packed texts see each other")

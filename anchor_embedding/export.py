@@ -269,6 +269,15 @@ def _read_scores(scores: str | os.PathLike | dict) -> dict:
     return found
 
 
+def _check_scores(scores: dict, model) -> None:
+    "Raises `InputError` for scores that say they are of other weights than this model's."
+    from anchor_embedding.benchmark import model_revision  # it knows of many things that an export does not need
+
+    told = (scores.get("about") or {}).get("revision")
+    if told and told != (own := model_revision(model)):
+        raise InputError(f"the scores are of revision {told}, but the model is {own}: evaluate what you export, and export that folder")
+
+
 def _score_table(scores: dict) -> str:
     "Tasks and scores in Markdown, and what they were measured with."
     rows = [
@@ -415,6 +424,8 @@ def export_embedder(
     "Write a sentence-transformers model that gives our vectors by itself. Raises `InputError`."
     folder, source = _free_folder(folder), None if isinstance(model, Embedder) else _source(model)
     scores = _read_scores(scores) if scores else None
+    if scores:
+        _check_scores(scores, model if source is None else source)
     embedder = model if source is None else load_embedder(source, "stored", "cpu")
     if embedder.decoder.attention != "causal":
         raise InputError("other programs would read this model causally, but it was trained to read in both directions: load it with `Embedder`")

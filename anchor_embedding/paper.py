@@ -13,8 +13,10 @@ import html
 import io
 import json
 import math
+import re
 import textwrap
 import tomllib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -94,18 +96,21 @@ def paper_averages() -> pd.DataFrame:  # index: model, system; columns: the cate
 
 # %% ../nbs/62_paper.ipynb #bdbd11ec
 def _score_files(path) -> list[Path]:
-    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last."
+    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last of each setting."
     path = Path(path)
     if path.is_file():
         return [path]
     found = [path / "scores.json"] if (path / "scores.json").is_file() else sorted(path.glob("**/scores.json"))
     if not found:
         raise InputError(f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), or name the file")
-    is_step = lambda file: file.parent.name.startswith("step-")
-    last = {file.parent.parent: file for file in found if is_step(file)}
-    return [file for file in found if not is_step(file) or last[file.parent.parent] == file]
+    last, checkpoints = {}, {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in found}
+    for file, step in checkpoints.items():
+        place = (file.parent.parent, step[2] if step else file.parent.name)  # a sweep with other settings has other ends of names
+        if not step or place not in last or int(step[1]) > int(checkpoints[last[place]][1]):
+            last[place] = file
+    return sorted(last.values())
 
-
+# %% ../nbs/62_paper.ipynb #dc8da499
 def _json(path: Path):
     "The content of a JSON file; InputError when it cannot be read."
     try:
@@ -113,7 +118,8 @@ def _json(path: Path):
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e:
-        raise InputError(f"{path}: not JSON ({e}); evaluate the model again") from None
+        remedy = "remove the file (the scores are compared without it)" if path.name == "queries.json" else "evaluate the model again"
+        raise InputError(f"{path}: not JSON ({e}); {remedy}") from None
 
 
 def _read_scores(
@@ -121,12 +127,23 @@ def _read_scores(
 ) -> dict:  # model, about, tasks, and queries where a queries.json lies beside it
     "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
     scores, beside = _checked_scores(_json(Path(path)), path), Path(path).with_name("queries.json")
-    return scores | ({"queries": _json(beside)} if beside.is_file() else {})
+    return scores | ({"queries": _checked_queries(_json(beside), beside)} if beside.is_file() else {})
+
+
+def _checked_queries(queries, where) -> dict:
+    "The same figures of queries, if they are well formed."
+    fits = lambda task: isinstance(task, dict) and "key" in task and isinstance(task.get("scores"), dict) and all(
+        isinstance(score, int | float) for score in task["scores"].values())
+    wrong = "it" if not isinstance(queries, dict) else next((name for name, task in queries.items() if not fits(task)), None)
+    if wrong is not None:
+        raise InputError(f"{where}: {wrong} has no figures of queries; remove the file (the scores are compared without it)")
+    return queries
 
 # %% ../nbs/62_paper.ipynb #df4bfd0d
 def _checked_scores(scores, where) -> dict:
     "The same scores, if they are well formed."
-    if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not scores["tasks"]:
+    failed = isinstance(scores, dict) and bool(scores.get("errors"))  # a model whose tasks all failed is left out later
+    if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not (scores["tasks"] or failed):
         raise InputError(f"{where}: not scores: `tasks` with at least one task is missing; evaluate the model (`anchor eval`)")
     if not all(isinstance(scores.get(key, {}), dict) for key in ("about", "errors")):
         raise InputError(f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again")
@@ -171,26 +188,36 @@ def _label(scores, path=None) -> str:
     return parts[-1] if parts else "ours"
 
 # %% ../nbs/62_paper.ipynb #64436396
+def _setting(scores: dict) -> dict:
+    "How a run was scored."
+    return {key: scores.get("about", {}).get(key) for key in ("prompts", "max_length", "dtype")}
+
+
+def _other_data(one: dict, other: dict) -> list[str]:
+    "The tasks of two runs whose data are not the same."
+    revision = lambda run, task: run["tasks"][task].get("data_revision")
+    return sorted(task for task in one["tasks"].keys() & other["tasks"].keys() if revision(one, task) != revision(other, task))
+
+
 def _group(named) -> dict[str, list[dict]]:
-    "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds share a label."
-    groups, members = {}, {}  # members: identity → label, seeds
+    "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds, scored alike, share a label."
+    groups, members = {}, {}  # members: label → identity, seeds
     for scores, path in named:
         recipe, label = _recipe(scores, path) or {}, _label(scores, path)
         step = label.split()[-1] if "step-" in label else ""
-        key = json.dumps([_identity(recipe), scores.get("about", {}).get("prompts"), step], sort_keys=True)
-        shared, seeds = members.get(key, (None, set()))
-        if recipe and shared and recipe.get("seed") not in seeds:
-            label = shared
-        else:
-            number, first = 2, label
-            while label in groups:
-                label, number = f"{first} ({number})", number + 1
-            seeds = set()
-        members[key] = label, seeds | {recipe.get("seed")}
+        key, seed = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True), recipe.get("seed")
+        fits = lambda one, key=key, seed=seed, scores=scores: members[one][0] == key and seed not in members[one][1] and not any(
+            _other_data(scores, run) for run in groups[one])
+        shared = next((one for one in groups if recipe and fits(one)), None)
+        number, first = 2, label
+        while not shared and label in groups:
+            label, number = f"{first} ({number})", number + 1
+        label = shared or label
+        members.setdefault(label, (key, set()))[1].add(seed)
         groups.setdefault(label, []).append(scores)
     return groups
 
-
+# %% ../nbs/62_paper.ipynb #d4668fc8
 def gather_scores(
     scores,  # a scores.json, a folder, a dict of its content, several of them in a list, or {label: one or several}
 ) -> dict[str, list[dict]]:  # label → the scores of its runs
@@ -290,15 +317,27 @@ def _remarks(groups) -> tuple[str, ...]:
     return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
 
 # %% ../nbs/62_paper.ipynb #25dae86d
+def _queries_of_both(one: dict, other: dict) -> list[str]:
+    "The tasks of whose queries two runs have figures that are no older than their scores."
+    tasks = one.get("queries", {}).keys() & other.get("queries", {}).keys()
+    current = lambda run, task: task in run["tasks"] and run["queries"][task]["key"] == run["tasks"][task].get("key")
+    return sorted(task for task in tasks if current(one, task) and current(other, task))
+
+
+def _unlike(one: dict, other: dict) -> str:
+    "Why no query of two runs can be compared: they were scored with other settings; empty where they were not."
+    a, b = _setting(one), _setting(other)
+    return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+
+
 def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
-    "Task → the figures of the queries that two runs have in common, in points, where both have the same queries."
-    found = {}
-    for task in one.get("queries", {}).keys() & other.get("queries", {}).keys():
-        sides = [run["queries"][task] for run in (one, other)]
-        current = all(side["key"] == run["tasks"].get(task, {}).get("key") for side, run in zip(sides, (one, other), strict=True))
-        if current and sides[0]["scores"].keys() == sides[1]["scores"].keys() and len(sides[0]["scores"]) > 1:
-            found[task] = tuple([100 * side["scores"][query] for query in sides[0]["scores"]] for side in sides)
-    return dict(sorted(found.items()))
+    "Task → the figures of the queries that two runs have in common, in points, where both were scored alike on the same queries."
+    found, other_data = {}, _other_data(one, other)
+    for task in [] if _unlike(one, other) else _queries_of_both(one, other):
+        sides = [run["queries"][task]["scores"] for run in (one, other)]
+        if task not in other_data and sides[0].keys() == sides[1].keys() and len(sides[0]) > 1:
+            found[task] = tuple([100 * side[query] for query in sides[0]] for side in sides)
+    return found
 
 # %% ../nbs/62_paper.ipynb #6aba6c29
 def query_differences(
@@ -317,14 +356,26 @@ def query_differences(
 def _sure(scores) -> tuple[str, ...]:
     "The differences between ours, a sentence for every two models."
     verdicts = {"ahead": "", "behind": "", "level": " (not distinguishable)"}
-    found = query_differences(scores)
-    lines = []
+    found, lines = query_differences(scores), []
+    number = lambda value: f"{value:+.2f}".replace("-", "−")
+    told = lambda r: f"{r.task} {number(r.points)} [{number(r.low)}, {number(r.high)}], {r.queries:,} queries{verdicts[r.verdict]}"
     for (model, than), rows in found.groupby(["model", "than"], sort=False):
-        parts = [f"{r.task} {r.points:+.2f} [{r.low:+.2f}, {r.high:+.2f}], {r.queries:,} queries{verdicts[r.verdict]}" for r in rows.itertuples()]
-        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(parts)}".replace("-", "−"))
+        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(map(told, rows.itertuples()))}")
     return tuple(lines)
 
 
+def _unsure(groups) -> tuple[str, ...]:
+    "Why two of ours are not compared query by query, though both have figures of the same tasks' queries."
+    alone, lines = [(label, runs[0]) for label, runs in groups.items() if len(runs) == 1], []
+    for (than, other), (model, one) in combinations(alone, 2):
+        tasks, pair = _queries_of_both(one, other), f"{model} and {than} are not compared query by query"
+        if tasks and (why := _unlike(other, one)):
+            lines.append(f"{pair}: they were scored with {why}")
+        elif changed := sorted(set(tasks) & set(_other_data(one, other))):
+            lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
+    return tuple(lines)
+
+# %% ../nbs/62_paper.ipynb #cf45c02f
 def compare(
     scores,                                   # see `gather_scores`: files, folders, run folders, or {label: …}
     paper: str = "Llama-3.2-1B-Instruct",     # the paper's base model
@@ -336,9 +387,13 @@ def compare(
     theirs = paper_scores(paper)
     if not system or not set(system) <= set(theirs):
         raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
-    groups = gather_scores(scores)
+    everything = gather_scores(scores)
+    groups = {label: kept for label, runs in everything.items() if (kept := [run for run in runs if run["tasks"]])}
+    if not groups:
+        raise InputError("nothing to compare: every task of every model failed; evaluate again")
+    left_out = [f"Left out, because all its tasks failed: {label}" for label, runs in everything.items() if not all(run["tasks"] for run in runs)]
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_remarks(groups)), mark)
+    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_unsure(groups), *left_out, *_remarks(everything)), mark)
 
 # %% ../nbs/62_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
@@ -481,12 +536,30 @@ def paper_early_stage(
     return wide.set_axis([int(name.removeprefix("step")) for name in wide.index]).rename_axis("step", axis=0).rename_axis(None, axis=1)
 
 
+def _line_setting(line: dict) -> tuple:
+    "What a line of evals.jsonl says of how it was scored; empty for the usual way."
+    found = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}  # a missing value of a table is NaN
+    return tuple((key, value) for key, value in found.items() if value is not None and value == value)
+
+
+def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[dict]]]:
+    "The lines of one setting: those that name none where there are such, else the first that is met. Warns of others."
+    settings = {_line_setting(line): None for runs in seeds.values() for lines in runs for line in lines if "task" in line}
+    chosen = () if () in settings or not settings else next(iter(settings))
+    if others := [setting for setting in settings if setting != chosen]:
+        told = "; ".join(", ".join(f"{key} {value}" for key, value in setting) for setting in others)
+        warnings.warn(f"evals.jsonl also has scores with {told}; they are left out", stacklevel=3)
+    fits = lambda line: "task" not in line or _line_setting(line) == chosen
+    return {arm: [[line for line in lines if fits(line)] for lines in runs] for arm, runs in seeds.items()}
+
+# %% ../nbs/62_paper.ipynb #43d7718a
 def early_scores(
     runs: dict[str, list[dict] | list[list[dict]]],  # arm → the lines of its evals.jsonl, or those of each of its seeds
 ) -> dict[str, pd.DataFrame]:  # task → points, steps × arms, or (step, run) × arms where an arm has seeds; held-out nDCG@10 as HELDOUT
-    "Scores of every task over the steps of the arms; a later line for the same step counts."
+    "Scores of every task over the steps of the arms, a later line for the same step counts; of one setting, which warns of others."
     table = {}
     seeds = {arm: lines if lines and isinstance(lines[0], list) else [lines] for arm, lines in runs.items()}
+    seeds = _of_one_setting(seeds)
     for arm, number, line in ((a, number, line) for a in seeds for number, lines in enumerate(seeds[a]) for line in lines):
         task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
         if score is not None:

@@ -54,7 +54,7 @@ def read_metrics(
     with contextlib.suppress(InputError):
         rows += [_json_object(path, len(lines), last)] if last.strip() else []
     frame = pd.DataFrame(rows)
-    keys = [key for key in ("step", "task") if key in frame]
+    keys = [key for key in ("step", "task", "prompts", "max_length", "dtype") if key in frame]
     return frame.drop_duplicates(keys, keep="last").reset_index(drop=True) if keys else frame
 
 # %% ../nbs/60_report.ipynb #169569f3

@@ -12,6 +12,7 @@ import difflib
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -60,7 +61,8 @@ def _english() -> dict:
 
 def _unknown(name: str, known, kind: str = "task or task set") -> InputError:
     "The error for a name that is not there, with the nearest ones."
-    near = difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(name.lower(), known, 3, 0.3)
+    same = [other for other in known if other.lower() == name.lower()]
+    near = same or difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(name.lower(), known, 3, 0.3)
     offer = f"; did you mean {', '.join(f'`{other}`' for other in near)}?" if near else ""
     return InputError(f"no {kind} is called {name!r}{offer}")
 
@@ -176,7 +178,7 @@ def _is_text(value) -> bool:
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_label(value) -> bool:
@@ -191,7 +193,7 @@ def _are_labels(value) -> bool:
     return isinstance(value, list) and all(map(_is_label, value))
 
 
-_WHAT = {_is_text: "a text", _is_number: "a number", _is_label: "a label", _are_texts: "a list of texts", _are_labels: "a list of labels"}
+_WHAT = {_is_text: "a text", _is_number: "a finite number", _is_label: "a label", _are_texts: "a list of texts", _are_labels: "a list of labels"}
 
 # %% ../nbs/56_tasks.ipynb #22e8da67
 def _rows(path: Path, fields: dict[str, Callable]):
@@ -250,6 +252,8 @@ def _read_retrieval(folder: Path, kind: str) -> dict:
     judged, corpus, queries = _read_qrels(qrels_file), {"id": {}, "title": [], "text": []}, {"id": {}, "text": []}
     for where, row in _rows(corpus_file, {"_id": _is_label, "text": _is_text}):
         _unique(corpus_file, corpus["id"], where, str(row["_id"]))
+        if not isinstance(row.get("title") or "", str):
+            raise InputError(f"{where}: 'title' must be a text, but it is {str(row['title'])[:40]!r}; correct it or leave it out")
         corpus["title"].append(clean_text(row.get("title") or ""))
         corpus["text"].append(clean_text(row["text"]))
     for where, row in _rows(query_file, {"_id": _is_label, "text": _is_text}):
@@ -282,11 +286,17 @@ def _read_reranking(folder: Path, kind: str) -> dict:
         corpus["title"] += [""] * len(ids)
         corpus["text"] += map(clean_text, ids.values())
         ranked[query], relevant[query] = list(ids), {name: int(name.startswith("a")) for name in ids}
+    if not ranked:
+        raise InputError(f"{path}:1: no query has a negative document, so there is nothing to rank; add negatives")
     return {"corpus": corpus, "queries": queries, "relevant_docs": relevant, "top_ranked": ranked}
 
 # %% ../nbs/56_tasks.ipynb #32133d26
 def _read_sts(folder: Path, kind: str) -> dict:
-    return _columns(_file(folder, "pairs", kind), sentence1=_is_text, sentence2=_is_text, score=_is_number)
+    path = _file(folder, "pairs", kind)
+    found = _columns(path, sentence1=_is_text, sentence2=_is_text, score=_is_number)
+    if len(set(found["score"])) < 2:
+        raise InputError(f"{path}:1: all scores are {found['score'][0]}, with which nothing correlates; it needs rows of at least two scores")
+    return found
 
 
 def _read_pairs(folder: Path, kind: str) -> dict:
@@ -472,7 +482,7 @@ def _local_names(names: str | Sequence[str], found: dict[str, Path]) -> list[str
         try:
             return [name] if name in found else [task.metadata.name for task in _expand(name)]
         except InputError as error:
-            near = difflib.get_close_matches(name, found, 1, 0.7)
+            near = [other for other in found if other.lower() == name.lower()] or difflib.get_close_matches(name, found, 1, 0.7)
             raise _unknown(name, found) if near else error from None
 
     return list(dict.fromkeys(task for name in split_names(names) for task in of(name)))

@@ -191,7 +191,8 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     assert not ours["errors"] and not theirs["errors"]
     for name in names:
         assert ours["tasks"][name]["main_score"] == pytest.approx(theirs["tasks"][name]["main_score"], abs=1e-4)
-    assert theirs["about"]["wording"].startswith("the model's own") and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st-none"]
+    assert theirs["about"]["wording"].startswith("the model's own") and not {"prompts", "max_length", "dtype"} & theirs["about"].keys()
+    assert ours["about"]["dtype"] == "float32" and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st"]
 
 
 # ---- what is kept, and what goes wrong ----------------------------------------------------------------------------------
@@ -215,9 +216,10 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
 def test_another_length_is_another_score(saved, quick):
     whole = evaluate(saved, **quick, say=lambda text: None)
     cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)  # the instruction and a few tokens of the text
-    assert (whole["model"], cut["model"]) == (saved.name, f"{saved.name}-56")
+    assert (whole["model"], cut["model"]) == (f"{saved.name}-float32", f"{saved.name}-56-float32")
     assert cut["tasks"]["Pairs"]["main_score"] != whole["tasks"]["Pairs"]["main_score"]
-    assert cut["about"]["max_length"] == 56 and evaluate(saved, **quick, say=lambda text: None) == whole
+    assert cut["about"]["max_length"] == cut["about"]["template"]["max_length"] == 56
+    assert whole["about"]["template"]["max_length"] == 512 and evaluate(saved, **quick, say=lambda text: None) == whole
     short = evaluate(saved, **quick, max_length=8, say=lambda text: None)
     assert "leaves no room behind this instruction" in short["errors"]["Pairs"]
 
@@ -236,22 +238,94 @@ def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated)
     assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2  # mteb's files, by revision of the weights
 
 
+def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_path):
+    tiny().save_pretrained(tmp_path / "tiny")
+    quick |= {"tasks": "Pairs", "dtype": "auto"}
+    for out in (tmp_path / "tiny", tmp_path):  # inside it, and so that NAME is the folder itself
+        first = evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: None)
+        assert evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: pytest.fail("done again")) == first
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_queries_file_stops_no_evaluation(saved, quick, content):
+    first, said = evaluate(saved, **quick, say=lambda text: None), []
+    beside = quick["out"] / f"{saved.name}-float32" / "queries.json"
+    beside.write_text(content)
+    found = evaluate(saved, **quick | {"tasks": "Lists,Pairs,STSBenchmark"}, say=said.append)
+    assert found["tasks"].keys() == {"Lists", "Pairs", "STSBenchmark"} and found["tasks"]["Lists"] == first["tasks"]["Lists"]
+    assert len(said) == 2 and "queries.json is broken" in said[0] and not found["errors"]
+
+
+def test_leftover_vectors_of_other_settings_are_removed(saved, quick):
+    folder = quick["out"] / f"{saved.name}-float32"
+    for name in ("vectors-0123456789abcdef", "other"):
+        (folder / name).mkdir(parents=True)
+    evaluate(saved, **quick, say=lambda text: None)
+    assert {path.name for path in folder.iterdir()} == {"other", "scores.json", "queries.json"}
+
+
+@pytest.mark.parametrize("length", [-3, 1])
+def test_a_length_without_room_is_refused_before_anything_is_made(tmp_path, quick, length):
+    tiny(template="chat").save_pretrained(tmp_path / "chat")
+    for model in (tmp_path / "chat", tiny(template="chat")):
+        with pytest.raises(InputError, match="max_length"):
+            evaluate(model, **quick, max_length=length)
+    assert not quick["out"].exists()
+
+
+def test_length_0_is_the_model_s_own(saved, quick):
+    own = evaluate(saved, **quick | {"tasks": "Pairs"}, max_length=0, say=lambda text: None)
+    assert own["model"] == f"{saved.name}-own-length-float32" and own["about"]["template"]["max_length"] == 64
+
+
+def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
+    """Two models whose last folder has one name, and two dtypes of one of them, turn about."""
+    for seed in (1, 2):
+        tiny(seed=seed).save_pretrained(tmp_path / f"q{seed}" / "anchor")
+    quick |= {"tasks": "Pairs", "dtype": "auto"}
+    said, calls = [], [("q1", {}), ("q2", {}), ("q1", {"dtype": "bfloat16"}), ("q1", {"dtype": "float32"})]
+    first = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
+    names = ["anchor", f"anchor-{first[1]['about']['revision']}", "anchor-bfloat16", "anchor-float32"]
+    assert [found["model"] for found in first] == names and {path.name for path in quick["out"].glob("[a-q]*")} == set(names)
+    assert len(said) == 5 and "holds scores of other weights" in said[1] and names[1] in said[1]
+    assert [found["about"]["dtype"] for found in first[2:]] == ["bfloat16", "float32"]
+    said.clear()
+    again = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
+    assert again == first and len(said) == 1  # nothing is run; where the second model's scores are is said again
+
+
 def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     data = tmp_path / "data"
     write(data / "sts" / "STS12", pairs=[{"sentence1": "a", "sentence2": "b", "score": "much"}])
     write(data / "retrieval" / "NFCorpus", queries=[{"_id": "q", "text": "a"}])
-    write(data / "sts" / "STS13", pairs=[{"sentence1": "same", "sentence2": "same", "score": 1.0}] * 3)
+    write(data / "sts" / "STS13", pairs=[{"sentence1": "same", "sentence2": "same", "score": i} for i in range(3)])
     write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
     scores = evaluate(saved, **quick | {"tasks": "STS12,NFCorpus,STS13,STS17,Good", "data_dir": data}, say=lambda text: None)
     assert list(scores["tasks"]) == ["Good"] and list(scores["errors"]) == ["STS12", "NFCorpus", "STS13", "STS17"]
-    assert "pairs.jsonl:1: 'score' must be a number, but it is 'much'" in scores["errors"]["STS12"]
+    assert "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'" in scores["errors"]["STS12"]
     assert "has no corpus.jsonl" in scores["errors"]["NFCorpus"] and "STS17 is not in" in scores["errors"]["STS17"]
     assert "the score is nan" in scores["errors"]["STS13"]
     write(data / "sts" / "STS17", pairs=[{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])])
     scores = evaluate(saved, **quick | {"tasks": "Good,STS17", "data_dir": data}, say=lambda text: None)
     assert list(scores["tasks"]) == ["Good", "STS17"] and not scores["errors"]
-    kept = benchmark.read_scores(tmp_path / "out" / saved.name)
+    kept = benchmark.read_scores(tmp_path / "out" / f"{saved.name}-float32")
     assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
+
+
+def test_an_error_deletes_no_score(saved, quick, tmp_path):
+    quick["tasks"] = "Lists,STSBenchmark"
+    first, folder = evaluate(saved, **quick, say=lambda text: None), tmp_path / "out" / f"{saved.name}-float32"
+    kept = {path.name: path.read_text() for path in folder.iterdir()}
+    data = tmp_path / "data"
+    write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
+    write(data / "reranking" / "Lists", test=[{"query": "a", "positive": [], "negative": ["b"]}])
+    for tasks, reason in (("Lists", "no positive document"), ("STSBenchmark,Good", "STSBenchmark is not in")):
+        failed = evaluate(saved, **quick | {"tasks": tasks, "data_dir": data}, say=lambda text: None)
+        name = tasks.split(",")[0]
+        assert reason in failed["errors"][name] and name not in failed["tasks"]
+    assert {key: value for key, value in benchmark.read_scores(folder)["tasks"].items() if key != "Good"} == first["tasks"]
+    assert (folder / "queries.json").read_text() == kept["queries.json"] and not benchmark.read_scores(folder)["errors"]
+    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {"about": benchmark.read_scores(folder)["about"]}
 
 
 def test_a_model_with_nan_vectors(generated, quick, tmp_path):
@@ -294,7 +368,7 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
     assert (tmp_path / "run" / "step-000002" / "adapter_config.json").exists()
     scores, memory = evaluate(tmp_path / "run" / "step-000002", **quick, say=lambda text: None), evaluate(model, **quick, say=lambda text: None)
     base = evaluate(saved, **quick, say=lambda text: None)
-    assert scores["model"] == "run-step-000002" and scores["about"]["revision"] != base["about"]["revision"]
+    assert scores["model"] == "run-step-000002-float32" and scores["about"]["revision"] != base["about"]["revision"]
     assert scores["tasks"]["Pairs"]["main_score"] == pytest.approx(memory["tasks"]["Pairs"]["main_score"], abs=1e-3)
     assert scores["tasks"]["Pairs"]["main_score"] != base["tasks"]["Pairs"]["main_score"]
 
@@ -315,7 +389,8 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
     scores = evaluate(saved, None, tmp_path / "out", tmp_path / "data", dtype="float32", say=lambda text: None)
     assert len(asked) == len(set(asked)) == 70
     assert scores["tasks"]["First"]["main_score"] == scores["tasks"]["Second"]["main_score"]
-    assert [path.name for path in (tmp_path / "out" / saved.name).iterdir()] == ["scores.json"]  # the vectors are gone
+    left = {path.name for path in (tmp_path / "out" / f"{saved.name}-float32").iterdir()}
+    assert left == {"scores.json", "queries.json"}  # the vectors are gone
 
 
 def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, monkeypatch):
@@ -343,7 +418,7 @@ def test_two_processes_do_not_write_the_same_scores(saved, quick):
     from filelock import FileLock
 
     quick["out"].mkdir()
-    with FileLock(quick["out"] / f".{saved.name}.lock"), pytest.raises(InputError, match="another process writes to"):
+    with FileLock(quick["out"] / f".{saved.name}-float32.lock"), pytest.raises(InputError, match="another process writes to"):
         evaluate(saved, **quick, say=lambda text: None)
     assert evaluate(saved, **quick, say=lambda text: None)["tasks"]
 
@@ -397,6 +472,20 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     said = []
     sweep(run, 2, "Pairs", generated, dtype="float32", progress=False, say=said.append)
     assert said == ["== step 2", "== step 4"] and benchmark.read_log(run / "evals.jsonl") == lines
+
+
+def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(saved, generated, tmp_path):
+    run = tmp_path / "run"
+    tiny().save_pretrained(run / "step-000002")
+    usual = {"step": 2, "task": "Pairs", "metric": "max_ap", "score": 0.25}
+    (run / "evals.jsonl").write_text(json.dumps(usual) + "\n")
+    arguments = {"tasks": "Pairs", "data_dir": generated, "progress": False, "say": lambda text: None}
+    for _ in range(2):
+        swept = [sweep(run, 2, **arguments, **settings)[0] for settings in ({}, {"prompts": "mteb", "max_length": 56, "dtype": "float32"})]
+    lines = benchmark.read_log(run / "evals.jsonl")
+    assert lines[0] == usual and [line["score"] for line in lines[1:]] == [found["tasks"]["Pairs"]["main_score"] for found in swept]
+    assert lines[1].keys() == usual.keys()
+    assert lines[2] == usual | {"score": lines[2]["score"], "prompts": "mteb", "max_length": 56, "dtype": "float32"}
 
 
 def test_importing_does_not_load_mteb():

@@ -283,3 +283,11 @@ def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
     card = json.loads((tmp_path / "run" / "card.json").read_text())
     assert card["processes"] == processes and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")
+
+
+def test_a_reader_that_closes_early_ends_a_command_quietly():
+    code = "import sys; from anchor_embedding.cli import main; sys.exit(main(['recipes']))"
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141

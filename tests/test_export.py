@@ -345,3 +345,17 @@ def test_what_no_tokenizer_can_say(tmp_path):
     with pytest.raises(InputError, match="cannot be exported"):
         check_tokenizer(TextTokenizer(tokenizer, "chat"), tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("a").input_ids
+
+
+def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
+    from anchor_embedding.benchmark import model_revision
+
+    for seed in (1, 2):
+        decoder = CausalDecoder(tiny_model(seed=seed))
+        Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64)).save_pretrained(tmp_path / str(seed))
+    scores = {"tasks": {"STS12": {"main_score": 0.5}}, "about": {"revision": model_revision(tmp_path / "1")}}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    with pytest.raises(InputError, match="the scores are of revision"):
+        export_embedder(tmp_path / "2", tmp_path / "out", scores=tmp_path / "scores.json")
+    assert not (tmp_path / "out").exists()
+    assert "50.00" in (export_embedder(tmp_path / "1", tmp_path / "out", scores=tmp_path / "scores.json") / "README.md").read_text()

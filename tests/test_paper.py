@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from anchor_embedding.errors import InputError
-from anchor_embedding.paper import TABLES, compare, comparison_rows, paper_scores, paper_table, paper_tasks
+from anchor_embedding.paper import (
+    TABLES,
+    compare,
+    comparison_rows,
+    paper_scores,
+    paper_table,
+    paper_tasks,
+    query_differences,
+)
 from anchor_embedding.significance import paired_bootstrap
 from anchor_embedding.tasks import subset15
 
@@ -149,11 +157,46 @@ def test_of_a_sweep_the_last_checkpoint_counts(tmp_path):
     assert comparison.against("anchor-stage2 step-000016") == "anchor"
 
 
+def test_of_two_sweeps_the_last_checkpoint_of_each_setting_is_shown(tmp_path):
+    place = tmp_path / "anchor-stage2" / "evaluations"
+    for step, ends in ((900_000, ("", "-mteb")), (1_000_000, ("", "-mteb-float32", "-mteb"))):
+        for end in ends:
+            scores_file(place / f"step-{step:06}{end}", f"step-{step:06}{end}", {"STS17": step / 2e6})
+    (tmp_path / "anchor-stage2" / "recipe.toml").write_text("seed = 1\n")
+    shown = {label.split()[-1]: float(runs.loc["STS17", 0]) for label, runs in compare(tmp_path / "anchor-stage2").ours.items()}
+    assert shown == {"step-1000000": 50, "step-1000000-mteb": 50, "step-1000000-mteb-float32": 50}
+
+
 def test_other_prompts_are_not_another_seed(tmp_path):
     for name, prompts in (("a", "paper"), ("b", "mteb")):
         run = scores_file(tmp_path / name, "m", {"STS17": 0.5}, prompts=prompts)
         (run / "recipe.toml").write_text(f'name = "{name}"\nseed = {ord(name)}\nsteps = 4\n')
     assert list(compare(tmp_path).ours) == ["m", "m (2)"]
+
+
+@pytest.mark.parametrize("changed", [{"max_length": 128}, {"dtype": "bfloat16"}, {"data_revision": "other"}])
+def test_what_was_scored_otherwise_is_no_seed_and_not_compared_query_by_query(tmp_path, changed):
+    def run(name, seed, data_revision="one", **about):
+        folder = scores_file(tmp_path / name, name, {"STS17": 0.5, "SciFact": 0.5}, **about)
+        (folder / "recipe.toml").write_text(f'name = "{name}"\nseed = {seed}\nsteps = 4\n')
+        found = json.loads((folder / "scores.json").read_text())
+        found["tasks"]["SciFact"] |= {"key": name, "data_revision": data_revision}
+        (folder / "scores.json").write_text(json.dumps(found))
+        figures = {f"test/default/{i}": 0.1 * (i % 4) + 0.1 * seed for i in range(20)}
+        (folder / "queries.json").write_text(json.dumps({"SciFact": {"key": name, "scores": figures}}))
+        return folder
+
+    usual = {"prompts": "paper", "max_length": 512, "dtype": "float32"}
+    a, b = run("b-base-line", 1, **usual), run("b", 2, **usual | changed)
+    comparison = compare([a, b])
+    assert list(comparison.ours) == ["b-base-line", "b"] and not len(query_differences([a, b]))
+    (remark,) = (remark for remark in comparison.remarks if "query by query" in remark)
+    name, value = next(iter(changed.items()))
+    assert "the data are not the same" in remark if name == "data_revision" else f"{name} {usual[name]} and {value}" in remark
+    again = run("again", 2, **usual)
+    assert {label: len(runs.columns) for label, runs in compare([a, b, again]).ours.items()} == {"b-base-line": 2, "b": 1}
+    same = run("b", 1, **usual)  # the same seed: two models, and compared
+    assert compare([a, same]).remarks[0].startswith("b − b-base-line, 95 %") and "+0.00 [+0.00" in compare([a, same]).remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +212,27 @@ def test_broken_scores_are_refused_with_file_and_task(tmp_path, content, contain
     with pytest.raises(InputError, match=r"scores\.json") as caught:
         compare(tmp_path)
     assert contains in str(caught.value)
+
+
+def test_a_model_whose_tasks_all_failed_is_left_out(tmp_path):
+    scores_file(tmp_path / "good", "good", {"STS17": 0.5})
+    broken = scores_file(tmp_path / "broken", "broken", {}) / "scores.json"
+    broken.write_text(json.dumps({"model": "broken", "about": {}, "tasks": {}, "errors": {"STS17": "no gold"}}))
+    comparison = compare(tmp_path)
+    assert list(comparison.ours) == ["good"]
+    assert {"Left out, because all its tasks failed: broken", "Failed here, STS17: no gold"} <= set(comparison.remarks)
+    with pytest.raises(InputError, match="every task of every model failed"):
+        compare(broken)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"STS17": {}}', '{"STS17": 3}', "{", '{"STS17": {"key": "k", "scores": {"a": "b"}}}'])
+def test_a_broken_queries_file_is_named_and_its_removal_helps(tmp_path, content):
+    beside = scores_file(tmp_path / "m", "m", {"STS17": 0.5}) / "queries.json"
+    beside.write_text(content)
+    with pytest.raises(InputError, match=r"queries\.json.*remove the file"):
+        compare(tmp_path)
+    beside.unlink()
+    assert compare(tmp_path).seen == ["STS17"]
 
 
 def test_nothing_in_common_with_the_paper(tmp_path):

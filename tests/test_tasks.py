@@ -25,6 +25,7 @@ from anchor_embedding.tasks import (
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
 needs_data = pytest.mark.skipif(REAL is None or not REAL.is_dir(), reason="real tasks: set ANCHOR_DATA to the folder that holds eval/")
 PAIR = {"sentence1": "a cat", "sentence2": "the cat", "score": 4.5}
+OTHER_PAIR = PAIR | {"score": 1.0}
 DOCUMENTS = [{"_id": f"d{i}", "title": "", "text": f"text {i}"} for i in range(3)]
 
 
@@ -111,10 +112,10 @@ def test_tasks_that_the_paper_lacks_are_asked_as_mteb_asks(prompts):
 
 
 def test_packed_and_plain_files_are_the_same_task(tmp_path):
-    plain, packed = write(tmp_path / "a" / "sts" / "STS12", pairs=[PAIR] * 3), tmp_path / "b" / "STS12"
+    plain, packed = write(tmp_path / "a" / "sts" / "STS12", pairs=[PAIR, OTHER_PAIR]), tmp_path / "b" / "STS12"
     packed.mkdir(parents=True)
     with gzip.open(packed / "pairs.jsonl.gz", "wt") as file:
-        file.write(lines([PAIR] * 3))
+        file.write(lines([PAIR, OTHER_PAIR]))
     (one,), (two,) = local_tasks(tmp_path / "a"), local_tasks(tmp_path / "b")
     for task in (one, two):
         task.load_data()
@@ -172,7 +173,16 @@ FAULTS = {
     "bad qrels": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels=QRELS + "q d1 1\n"), "qrels.tsv:3: a line must be"),
     "no qrels lines": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels="query-id\tcorpus-id\tscore\n"), "judges no query"),
     "bad JSON": ("sts", dict(pairs=lines([PAIR]) + '{"sentence1": "a\n'), "pairs.jsonl:2: broken JSON at column 15"),
-    "text score": ("sts", dict(pairs=[PAIR | {"score": "high"}]), "pairs.jsonl:1: 'score' must be a number, but it is 'high'"),
+    "text score": ("sts", dict(pairs=[PAIR | {"score": "high"}]), "pairs.jsonl:1: 'score' must be a finite number, but it is 'high'"),
+    "NaN score": ("sts", dict(pairs=[PAIR, PAIR | {"score": float("nan")}]), "pairs.jsonl:2: 'score' must be a finite number, but it is 'nan'"),
+    "infinite score": ("sts", dict(pairs=[PAIR | {"score": float("inf")}]), "pairs.jsonl:1: 'score' must be a finite number, but it is 'inf'"),
+    "one row": ("sts", dict(pairs=[PAIR]), "pairs.jsonl:1: all scores are 4.5"),
+    "nothing to rank": ("reranking", dict(test=[{"query": "a", "positive": ["b"], "negative": []}]), "test.jsonl:1: no query has a negative"),
+    "title list": (
+        "retrieval",
+        dict(corpus=[DOCUMENTS[0] | {"title": ["a"]}], queries=[{"_id": "q", "text": "a"}], qrels="q\td\ts\nq\td0\t1\n"),
+        "corpus.jsonl:1: 'title' must be a text, but it is \"['a']\"",
+    ),
     "no field": ("pairclassification", dict(test=[{"sentence1": "a", "label": 1}]), "test.jsonl:1: the row has no 'sentence2'"),
     "one label": ("pairclassification", dict(test=[PAIR | {"label": 1}]), "the labels must be 0 and 1, both of them; they are ['1']"),
     "no train": ("classification", dict(test=[{"text": "a", "label": 1}]), "R has no train.jsonl"),
