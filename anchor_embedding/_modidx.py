@@ -359,6 +359,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/contrastive.py'),
                                               'anchor_embedding.contrastive.global_terms': ( 'contrastive.html#global_terms',
                                                                                              'anchor_embedding/contrastive.py'),
+                                              'anchor_embedding.contrastive.loss_of_pairs': ( 'contrastive.html#loss_of_pairs',
+                                                                                              'anchor_embedding/contrastive.py'),
                                               'anchor_embedding.contrastive.random_state': ( 'contrastive.html#random_state',
                                                                                              'anchor_embedding/contrastive.py'),
                                               'anchor_embedding.contrastive.replayed': ( 'contrastive.html#replayed',
