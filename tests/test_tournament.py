@@ -1,0 +1,170 @@
+"""Tournaments of tiny models: the same batches for all, budgets that give the stated steps, interrupted ones that go on, and clear errors."""
+
+import json
+import random
+
+import pytest
+
+from anchor_embedding.batches import BatchPlan
+from anchor_embedding.data import Example
+from anchor_embedding.errors import InputError
+from anchor_embedding.pipeline import SplitPairs
+from anchor_embedding.recipe import from_toml, load_recipe
+from anchor_embedding.runs import read_log
+from anchor_embedding.testing import PROSE
+from anchor_embedding.tournament import contestants, differences, entrants_of, spend, tournament
+
+WORDS, DRAW = PROSE.split(), random.Random(0)
+ROWS = [Example(" ".join(DRAW.sample(WORDS, 4)), " ".join(DRAW.sample(WORDS, 10)), (), "prose") for _ in range(60)]
+PAIRS = SplitPairs(ROWS[12:], ROWS[:12], {"data": "made up"})
+THREE = ["quickstart", "smollm2-135m/gircse"]  # baseline, anchor and gircse
+
+
+def small(base):
+    return [f"base={base}", "batch_size=8", "max_length=32", "dtype=float32", "checkpoint_every=2"]
+
+
+@pytest.fixture(scope="module")
+def play(base):
+    """A tournament on the same pairs, without a word."""
+    return lambda recipes, out, **more: tournament(
+        recipes, out, overrides=small(base), progress=False, say=lambda text: None, **({"pairs": PAIRS, "amount": 6, "every": 2} | more)
+    )
+
+
+@pytest.fixture(scope="module")
+def played(play, tmp_path_factory):
+    """(its folder, its report)"""
+    out = tmp_path_factory.mktemp("tournament") / "out"
+    return out, play(THREE, out)
+
+
+def test_all_see_the_same_batches(played):
+    out, report = played
+    runs = sorted(path for path in (out / "runs").iterdir() if path.is_dir())
+    assert [path.name for path in runs] == ["anchor-stage1", "anchor-stage2", "baseline-stage2", "gircse-gircse"]
+    assert {json.loads((path / "card.json").read_text())["fingerprint"] for path in runs} == {report["pairs"]}
+    orders = []
+    for path in runs:
+        recipe = from_toml((path / "recipe.toml").read_text())
+        plan = BatchPlan([row.dataset for row in PAIRS.train], recipe.batch_size, recipe.seed)
+        orders.append([plan.step(step) for step in range(6)])
+    assert all(order == orders[0] for order in orders) and orders[0][0] != orders[0][1]
+    tokens = {path.name: [line["tokens"] for line in read_log(path / "metrics.jsonl")] for path in runs}
+    counted = tokens["anchor-stage2"]
+    assert counted == tokens["baseline-stage2"][: len(counted)] == tokens["gircse-gircse"][: len(counted)] and len(set(counted)) > 1
+
+
+def test_report_tells_what_was_spent(played):
+    out, report = played
+    assert json.loads((out / "tournament.json").read_text()) == json.loads(json.dumps(report))
+    assert {name: [row["step"] for row in rows] for name, rows in report["arms"].items()} == {
+        "baseline": [0, 2, 4, 6], "anchor": [2, 4, 6], "gircse": [0, 2, 4, 6],
+    }  # fmt: skip
+    for name, spent in report["spent"].items():
+        assert sum(spent["stages"].values()) == 6
+        assert report["arms"][name][-1]["flops"] == pytest.approx(sum(spent["flops_per_step"][s] * n for s, n in spent["stages"].items()))
+        lines = [line["seconds"] for stage in spent["stages"] for line in read_log(out / "runs" / f"{name}-{stage}" / "metrics.jsonl")]
+        assert spent["seconds"] == pytest.approx(sum(lines), abs=0.02) and len(report["ranks"][name]) == 12
+    assert {"commit", "device", "recipes", "fingerprint", "machine"} <= report["card"].keys() and report["created"]
+    table = (out / "tournament.md").read_text()
+    assert all(f"| {name} |" in table for name in ("untouched model", "BM25", "baseline", "anchor", "gircse"))
+    assert "<svg" in (out / "tournament.svg").read_text()
+    first = {(row["first"], row["second"]): row["difference"] for row in report["differences"]}
+    last = {name: rows[-1]["ndcg_at_10"] for name, rows in report["arms"].items()}
+    assert first["gircse", "baseline"] == pytest.approx(last["gircse"] - last["baseline"]) and len(first) == 10
+
+
+def test_interrupted_goes_on_and_finished_is_left_alone(played, play, tmp_path):
+    _, whole = played
+    calls = []
+
+    def interrupt(embedder):  # in the last contestant, behind its first checkpoint
+        calls.append(1)
+        if len(calls) == 11:
+            raise KeyboardInterrupt
+        return [{"task": "made up", "metric": "count", "score": 1.0}]
+
+    with pytest.raises(KeyboardInterrupt):
+        play(THREE, tmp_path / "out", tasks=interrupt)
+    runs = tmp_path / "out" / "runs"
+    assert (tmp_path / "out" / "anchor").is_dir() and not (tmp_path / "out" / "gircse").exists() and [*(runs / "gircse-gircse").glob("step-*")]
+    before = {path: path.stat().st_mtime_ns for name in ("baseline", "anchor") for path in runs.glob(f"{name}-*/metrics.jsonl")}
+    report = play(THREE, tmp_path / "out", tasks=interrupt)
+    assert len(json.loads((runs / "gircse-gircse" / "card.json").read_text())["starts"]) == 2
+    assert {path: path.stat().st_mtime_ns for path in before} == before and report["ranks"] == whole["ranks"]
+    assert all(row["tasks"] == {"made up": 1.0} for rows in report["arms"].values() for row in rows)
+
+
+@pytest.mark.parametrize("budget", ["flops", "seconds"])
+def test_every_budget_gives_the_steps_it_pays_for(played, play, tmp_path, budget):
+    _, report = played
+    costs = {name: spent["flops_per_step"] for name, spent in report["spent"].items()}
+    amount = 7.5 * costs["baseline"]["stage2"] if budget == "flops" else 1.0
+    recipes = THREE if budget == "flops" else [entrants_of(load_recipe("quickstart"))["baseline"]]
+    found = play(recipes, tmp_path / "out", budget=budget, amount=amount, every=amount / 2)
+    for name, spent in found["spent"].items():
+        kept = json.loads((tmp_path / "out" / "runs" / f"{name}.json").read_text())["costs"]
+        taken, last = sum(kept[stage] * steps for stage, steps in spent["stages"].items()), [*spent["stages"]][-1]
+        assert taken <= amount * (1 + 1e-6) < taken + kept[last] * (1 + 1e-6)
+        if budget == "flops":
+            assert kept == costs[name] and taken == pytest.approx(spent["flops"])
+    if budget == "flops":
+        assert found["spent"]["baseline"]["stages"] == {"stage2": 7} and found["spent"]["gircse"]["stages"]["gircse"] < 7
+
+
+def test_stages_keep_their_shares_and_the_rate_its_course():
+    anchor = entrants_of(load_recipe("quickstart"))["anchor"]
+    for amount, steps in {56: [16, 40], 7: [2, 5], 560: [160, 400]}.items():
+        arm = spend(anchor, {"stage1": 1.0, "stage2": 1.0}, amount, 1).arm("anchor")
+        assert [recipe.steps for recipe in arm] == steps and [recipe.warmup_steps for recipe in arm] == [round(steps[0] / 4), round(steps[1] / 8)]
+
+
+def test_contestants_of_one_name():
+    assert list(contestants(["quickstart", "quickstart"])) == ["baseline", "anchor"]
+    with pytest.raises(InputError, match="two different contestants are called `baseline`"):
+        contestants(["quickstart", load_recipe("quickstart", ["stage2.temperature=0.1"])])
+    with pytest.raises(InputError, match="cannot be called `bm25`"):
+        contestants([load_recipe("smollm2-135m/gircse", ["name=bm25"])])
+
+
+def test_differences_have_a_sign():
+    (found,) = differences({"worse": [2] * 20, "better": [1] * 20})
+    assert (found["first"], found["second"], found["verdict"]) == ("better", "worse", "ahead") and found["difference"] > 0
+
+
+@pytest.mark.parametrize(
+    ("recipes", "changes", "message"),
+    [
+        (["quickstart", "no_such_recipe"], {}, "no recipe 'no_such_recipe'"),
+        (["quickstart", "smollm2-135m/gircse"], {"gircse": "seed=1"}, "`seed` differs: 42 in anchor/stage2, 1 in gircse/gircse"),
+        (["quickstart", "smollm2-135m/gircse"], {"gircse": "data=other.jsonl"}, "`data` differs"),
+        (["quickstart", "smollm2-135m/gircse"], {"gircse": "base=other"}, "`base` differs"),
+    ],
+)
+def test_unequal_footing_is_refused(recipes, changes, message):
+    given = [load_recipe(name, [changes[name.rpartition("/")[2]]]) if name.rpartition("/")[2] in changes else name for name in recipes]
+    with pytest.raises(InputError, match=message):
+        contestants(given)
+
+
+def test_budgets_that_buy_nothing(play, tmp_path):
+    for changes, message in (
+        ({"amount": 1, "every": 1}, "anchor: the budget of 1 leaves 0 for `stage2`"),
+        ({"budget": "flops", "amount": 10.0, "every": 5.0}, "baseline: the budget of 10 leaves 10 for `stage2`, where a step takes"),
+        ({"budget": "pairs"}, "must be one of steps, flops, seconds"),
+        ({"amount": 0}, "amount = 0"),
+        ({"amount": 2.5, "every": 1}, "two whole numbers of steps"),
+        ({"amount": 2, "every": 4}, "`every` not above `amount`"),
+    ):
+        with pytest.raises(InputError, match=message):
+            play(THREE, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()  # so that a better budget can be given
+
+
+def test_begun_otherwise(played, play):
+    out, _ = played
+    with pytest.raises(InputError, match="baseline began with another amount and another every; choose another --out"):
+        play(THREE, out, amount=8, every=4)
+    with pytest.raises(InputError, match="began with another heldout"):
+        play(THREE, out, pairs=SplitPairs(PAIRS.train, ROWS[:10], {}))
