@@ -1524,6 +1524,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/tournament.py'),
                                              'anchor_embedding.tournament._draw': ( 'tournament.html#_draw',
                                                                                     'anchor_embedding/tournament.py'),
+                                             'anchor_embedding.tournament._looks': ( 'tournament.html#_looks',
+                                                                                     'anchor_embedding/tournament.py'),
                                              'anchor_embedding.tournament.check_equal_footing': ( 'tournament.html#check_equal_footing',
                                                                                                   'anchor_embedding/tournament.py'),
                                              'anchor_embedding.tournament.check_request': ( 'tournament.html#check_request',
