@@ -4,8 +4,10 @@ import json
 import random
 
 import pytest
+from test_cli import failure
 
 from anchor_embedding.batches import BatchPlan
+from anchor_embedding.cli import main
 from anchor_embedding.data import Example
 from anchor_embedding.errors import InputError
 from anchor_embedding.pipeline import SplitPairs
@@ -168,3 +170,36 @@ def test_begun_otherwise(played, play):
         play(THREE, out, amount=8, every=4)
     with pytest.raises(InputError, match="began with another heldout"):
         play(THREE, out, pairs=SplitPairs(PAIRS.train, ROWS[:10], {}))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """The same pairs in a file."""
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"query": row.query, "positive": row.positive}) + "\n" for row in ROWS))
+    return path
+
+
+def words(base, file, *more):
+    """Arguments of a small tournament."""
+    settings = [*small(base), f"data={file}", *more]
+    return ["tournament", "--recipes", *THREE, "--amount", "4", "--every", "2", "--heldout", "8", *(w for s in settings for w in ("--set", s))]
+
+
+def test_command_line(base, file, tmp_path, capsys):
+    assert main([*words(base, file), "--out", str(tmp_path / "out")]) == 0
+    assert "against baseline" in capsys.readouterr().err and (tmp_path / "out" / "tournament.json").exists()
+    assert main(["sweep-steps", str(tmp_path / "out" / "gircse"), "--refine-steps", "3", "--data", str(file), "--heldout", "8",
+                 "--plot", str(tmp_path / "sweep.svg")]) == 0  # fmt: skip
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["steps"] for row in rows] == [1, 2, 3] and rows[0]["gain"] == 0 and (tmp_path / "sweep.svg").read_text().count("<svg") == 1
+    assert "has no soft tokens to sweep" in failure(capsys, "sweep-steps", tmp_path / "out" / "baseline", "--data", file)
+    assert "--refine-steps 0: must be at least 1" in failure(capsys, "sweep-steps", tmp_path / "out" / "gircse", "--refine-steps", 0)
+
+
+def test_command_line_refuses(base, file, tmp_path, capsys):
+    out = ["--out", tmp_path / "out"]
+    assert "no recipe 'stage7'" in failure(capsys, "tournament", "--recipes", "quickstart", "stage7", "--amount", 4, *out)
+    assert "`base` differs" in failure(capsys, "tournament", "--recipes", "quickstart", "stage1", "--amount", 4, *out)
+    assert "the budget of 1e-06 leaves" in failure(capsys, *words(base, file), "--budget", "flops", "--amount", 1e-6, "--every", 1e-6, *out)
+    assert not (tmp_path / "out").exists()
