@@ -1485,6 +1485,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'anchor_embedding.testing.tiny_tokenizer': ( 'testing.html#tiny_tokenizer',
                                                                                        'anchor_embedding/testing.py')},
             'anchor_embedding.text': { 'anchor_embedding.text.Template': ('text.html#template', 'anchor_embedding/text.py'),
+                                       'anchor_embedding.text.Template.bos': ('text.html#template.bos', 'anchor_embedding/text.py'),
                                        'anchor_embedding.text.TextTokenizer': ('text.html#texttokenizer', 'anchor_embedding/text.py'),
                                        'anchor_embedding.text.TextTokenizer.__call__': ( 'text.html#texttokenizer.__call__',
                                                                                          'anchor_embedding/text.py'),

@@ -57,11 +57,11 @@ class CausalDecoder(nn.Module):
         twice, second = repeated(batch) if pooling.startswith("echo_") else (batch, slice(None))
         return POOLINGS[pooling](self.states(twice)[second], batch)
 
-    def decode(self, anchors: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        "(T, d): states of n texts whose first token is a slot that carries the anchor (n, d)."
+    def decode(self, anchors: torch.Tensor, batch: PackedBatch, slots: torch.Tensor | None = None) -> torch.Tensor:
+        "(T, d): states of n texts of which one token, the first or the ones at `slots` (n,), is a slot that carries the anchor (n, d)."
         embeddings = self.causal_lm.get_input_embeddings()(batch.ids)
-        slots = (anchors / self.embedding_scale).to(embeddings.dtype)
-        embeddings = embeddings.index_copy(0, batch.first, slots)
+        scaled = (anchors / self.embedding_scale).to(embeddings.dtype)
+        embeddings = embeddings.index_copy(0, batch.first if slots is None else slots, scaled)
         return packed_forward(self.causal_lm.get_decoder(), batch, embeddings)
 
 # %% ../nbs/15_decoder.ipynb #24c2aaf5

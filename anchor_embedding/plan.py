@@ -249,7 +249,7 @@ def pair_tokens(
     if recipe.objective == "bag_of_tokens":
         return PairTokens(**lengths, negatives=0, encoded=read(query, document), decoded=(), scored=4)
     targets = {side: min(length, recipe.target_tokens or math.inf) for side, length in targets.items()}
-    extra = (mean["template"] - 1) * recipe.decode_header + recipe.predict_eos
+    extra = (mean["template"] - 1) * recipe.decode_header + recipe.decode_bos + recipe.predict_eos
     decoded = (targets["document"] + extra, targets["query"] + extra)     # behind the query's anchor, behind the document's
     scored = sum(targets.values()) + 2 * recipe.predict_eos
     sides = ("query", "document") if recipe.target == "counterpart" else ("document", "query")  # whose anchors decode document and query

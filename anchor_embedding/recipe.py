@@ -88,6 +88,7 @@ class ObjectiveSettings:
     alpha: float | None = None            # reconstruction: L = alpha * L_Q2D + (1 - alpha) * L_D2Q
     predict_eos: bool | None = None       # reconstruction: EOS is a target too
     decode_header: bool | None = None     # reconstruction: the template's header behind the anchor, not scored
+    decode_bos: bool | None = None        # reconstruction: BOS (EOS where the template has none) in front of the anchor, not scored
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
     micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
@@ -146,7 +147,7 @@ _NEGATIVES = {
 OBJECTIVES = {
     "reconstruction": {
         "alpha": 0.2, "predict_eos": False, "decode_header": False, "as_released": False, "micro_batch_size": 0,
-        "target": "counterpart", "target_tokens": 0, "first_tokens": 0, "first_weight": 1.0, "input_dropout": 0.0,
+        "decode_bos": False, "target": "counterpart", "target_tokens": 0, "first_tokens": 0, "first_weight": 1.0, "input_dropout": 0.0,
         "anchor_gradient": 1.0, "contrastive_weight": 0.0, "contrastive_temperature": 0.05,
     },
     "bag_of_tokens": {"ebar_weight": 0.5},

@@ -23,6 +23,7 @@ class DecodeBatch:
     "Packed decoder inputs, the tokens they predict, and whose anchor stands in each slot."
 
     inputs: PackedBatch  # slot + target without its last token, for every text that has a target
+    slots: torch.Tensor  # (n,) int64, the input positions where the anchors stand
     targets: torch.Tensor  # (S,) int64, the scored tokens
     scored: torch.Tensor  # (S,) int64, the input positions that predict them
     of: torch.Tensor  # (n,) int64, which of the anchors stands in each slot
@@ -32,22 +33,24 @@ def decode_batch(
     bodies: Sequence[Sequence[int]],  # target tokens, one list per anchor
     headers: Sequence[Sequence[int]] | None = None,  # tokens between slot and body, not scored
     device: torch.device | str = "cpu",
+    before: Sequence[int] = (),  # tokens in front of every slot, not scored
 ) -> DecodeBatch:
     "Inputs and targets to decode every body behind its anchor; at least one body must have a token."
     headers = headers or [()] * len(bodies)
     of = [index for index, body in enumerate(bodies) if body]
-    inputs = pack([[0, *headers[i], *bodies[i][:-1]] for i in of], device)
-    unscored = torch.tensor([len(headers[i]) for i in of], device=device)
+    inputs = pack([[*before, 0, *headers[i], *bodies[i][:-1]] for i in of], device)
+    unscored = torch.tensor([len(before) + len(headers[i]) for i in of], device=device)
     lengths = torch.tensor(inputs.lengths, device=device)
     scored = inputs.positions >= unscored.repeat_interleave(lengths, output_size=inputs.num_tokens)
     targets = torch.tensor([token for i in of for token in bodies[i]], device=device)
-    return DecodeBatch(inputs, targets, scored.nonzero()[:, 0], torch.tensor(of, device=device))
+    return DecodeBatch(inputs, inputs.first + len(before), targets, scored.nonzero()[:, 0], torch.tensor(of, device=device))
 
 # %% ../nbs/20_reconstruction.ipynb #eb9941ec
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-    "What makes the decode pass harder or the beginning of a text heavier; all off by default."
+    "What the decode pass begins with, what makes it harder, or the beginning of a text heavier; all off by default."
 
+    before: tuple[int, ...] = ()  # token ids in front of every slot, unscored
     input_dropout: float = 0.0  # share of the decoder's input tokens that EOS stands in for, in training
     first_tokens: int = 0  # so many targets at the beginning of each text
     first_weight: float = 1.0  # count so much
@@ -73,10 +76,10 @@ def decode_sums(
     counts = [sum(map(len, direction)) for direction in bodies]
     if not sum(counts):
         return anchors.sum() * torch.zeros(len(counts), device=anchors.device)
-    batch = decode_batch([body for direction in bodies for body in direction], headers, decoder.device)
+    batch = decode_batch([body for direction in bodies for body in direction], headers, decoder.device, options.before)
     drop = options.input_dropout if decoder.training else 0.0
     inputs = dropped(batch.inputs, drop, eos_id) if drop else batch.inputs
-    states = decoder.decode(anchors[batch.of], inputs)[batch.scored]
+    states = decoder.decode(anchors[batch.of], inputs, batch.slots)[batch.scored]
     parts = zip(states.split(counts), batch.targets.split(counts), strict=True)
     sums = torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
     if options.first_weight == 1 or not options.first_tokens:

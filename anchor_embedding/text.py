@@ -58,6 +58,11 @@ class Template:
     footer: tuple[int, ...]  # between body and EOS: empty but for chats whose user turn has no end token of its own (Mistral)
     eos_id: int  # the last id of every sequence
 
+    @property
+    def bos(self) -> int:
+        "The id that every sequence begins with: BOS or what opens a turn; EOS where nothing stands in front of a body."
+        return self.header[0] if self.header else self.eos_id
+
 # %% ../nbs/00_text.ipynb #f93cd163
 def _encode_markup(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"])

@@ -100,6 +100,7 @@ def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
     settings.pop("hard_negatives", None)
     if recipe.objective == "reconstruction":
         released, size = settings.pop("as_released"), settings.pop("micro_batch_size")
+        settings["before"] = (tokenizer.template.bos,) if settings.pop("decode_bos") else ()
         if recipe.contrastive_weight:
             kind = ContrastedReconstruction
         else:
