@@ -97,6 +97,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_embedding.bench.encode': ('bench.html#encode', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.fill_adapters': ('bench.html#fill_adapters', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.find_device': ('bench.html#find_device', 'anchor_embedding/bench.py'),
+                                        'anchor_embedding.bench.give_back': ('bench.html#give_back', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.growth_by_batch': ( 'bench.html#growth_by_batch',
                                                                                     'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.growth_by_data': ('bench.html#growth_by_data', 'anchor_embedding/bench.py'),
