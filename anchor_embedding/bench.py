@@ -6,8 +6,8 @@
 __all__ = ['TINY', 'SMOLLM2', 'QUERY', 'DOCUMENT', 'MOST', 'PAIRS', 'TEXTBOOK_PAIRS', 'MINI_BATCH', 'ENCODE_BATCH', 'ENCODERS',
            'TOLERANCE', 'PARTS', 'OTHER', 'VOCABULARY', 'LENGTHS', 'BATCHES', 'IN_ONE_PIECE', 'DATA_ROWS', 'KINDS',
            'PEERS', 'shapes', 'random_model', 'check_room', 'base_model', 'drawn_lengths', 'plain_words', 'drawn_pairs',
-           'stored_pairs', 'needed_flops', 'batch_flops', 'matmul_peak', 'Clock', 'Side', 'tokens_of', 'Engine',
-           'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss', 'Textbook', 'lowered',
+           'stored_pairs', 'needed_flops', 'batch_flops', 'matmul_peak', 'Clock', 'give_back', 'Side', 'tokens_of',
+           'Engine', 'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss', 'Textbook', 'lowered',
            'sentence_transformer', 'same_adapters', 'CachedLoss', 'Contest', 'Request', 'default', 'stage', 'told',
            'stage1', 'stage2', 'encode', 'textbook_encoder', 'their_encoder', 'Disagreement', 'difference',
            'check_same', 'check_exact', 'play', 'summary', 'table', 'part_of', 'profile', 'growth_by_length',
@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -256,17 +256,24 @@ def _status(key: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _memory_start(device) -> int | None:
-    "Give back what is free, set the high-water mark back; bytes held now."
+def give_back(device: torch.device) -> None:
+    "Memory that nothing holds any more goes back to the system."
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory_start(device) -> int | None:
+    "Give back what is free, set the high-water mark back; bytes held now."
+    give_back(device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     try:
-        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-    except (OSError, AttributeError):  # not Linux, or not allowed
+    except OSError:  # not Linux, or not allowed
         return None
     return _status("VmRSS")
 
@@ -937,7 +944,8 @@ def bench(
             say(f"{name} on {shape}, {record['about']['dtype']}, {record['about']['device']}")
             for each, contest in KINDS[name](request).items():
                 record["contests"][each] = contest_record(contest, request.shape, rounds, say)
-                del contest
+            del contest
+            give_back(found)
         if growth or (growth is None and kind == "all"):
             say("growth: length, batch, data")
             record["growth"] = {"length": growth_by_length(request), "batch": growth_by_batch(found), "data": growth_by_data()}

@@ -10,7 +10,7 @@ __all__ = ['rivals_of_pairs', 'text_key', 'softmax_loss', 'loss_of_pairs', 'Cont
 import hashlib
 from array import array
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from .batches import TokenBatch
 from .decoder import CausalDecoder
 from .errors import InputError
 from .packing import pack
-from .processes import agreed_parts, gather_rows, global_sum, sync_gradients
+from .processes import agreed_parts, gather_rows, sync_gradients
 
 # %% ../nbs/25_contrastive.ipynb #49207155
 def rivals_of_pairs(
@@ -227,18 +227,20 @@ class Contrastive(ContrastivePasses):
         "Gradients of one global batch, of which this process holds `batch`; returns `infonce`, `loss`, `candidates` of all of it."
         groups, device, world = self.groups(model, batch), accelerator.device, accelerator.num_processes
         parts, states, vectors = [batch.take(group) for group in groups], [], []
-        alone = not global_sum(accelerator, torch.tensor([len(parts) - 1], device=device)).item()
-        with nullcontext() if alone else torch.no_grad():
-            for part in parts:
-                states.append(random_state(device))
+        last = len(parts) - 1
+        for index, part in enumerate(parts):
+            states.append(random_state(device))
+            with torch.set_grad_enabled(index == last), sync_gradients(accelerator, model, now=not last):
                 vectors.append(model(self.encode, part))
         order, facts = text_order(batch, groups).to(device), self.facts(batch, device, accelerator.process_index, world)
         terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
         upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
-        for index, (part, state, upstream) in enumerate(zip(parts, states, upstreams, strict=True)):
-            with sync_gradients(accelerator, model, now=index == len(parts) - 1), replayed(state, device):
-                again = vectors[0] if alone else model(self.encode, part)
-                accelerator.backward((again.float() * upstream).sum())
+        with sync_gradients(accelerator, model, now=not last):
+            accelerator.backward((vectors.pop().float() * upstreams[last]).sum())
+        for index in range(last):
+            with sync_gradients(accelerator, model, now=index == last - 1), replayed(states[index], device):
+                again = model(self.encode, parts[index])
+                accelerator.backward((again.float() * upstreams[index]).sum())
         return terms
 
     @torch.no_grad()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'repeated', 'check_echo',
            'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory', 'load_tokenizer',
-           'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'merge_lora']
+           'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
 import ctypes
@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .errors import InputError
-from .layers import fuse_lora, fuse_norms
+from .layers import fuse_lora, fuse_mlps, fuse_norms, split_frozen
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
 
 # %% ../nbs/15_decoder.ipynb #98019e57
@@ -126,25 +125,55 @@ def check_echo(decoder: CausalDecoder, pooling: str, max_length: int) -> None:
 CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in float32
 
 
+class _VocabularyFunction(torch.autograd.Function):
+    "Sum of -log p(target) of (N, d) states under a (V, d) weight; gradients are made with the loss."
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, dtype, trained):
+        wants = [trained and wanted for wanted in ctx.needs_input_grad[:3]]
+        low, low_bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
+        total, rows = hidden.new_zeros((), dtype=torch.float32), max(1, CHUNK_LOGITS // len(weight))
+        shapes = zip((hidden, weight, bias), (dtype, torch.float32, torch.float32), wants, strict=True)
+        gradients = [torch.zeros_like(x, dtype=kind) if wanted else None for x, kind, wanted in shapes]
+        for start in range(0, len(hidden), rows):
+            part, target = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
+            log_p = F.log_softmax(F.linear(part, low, low_bias), 1, dtype=torch.float32)
+            total -= log_p.gather(1, target).sum()
+            if any(wants):
+                error = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1.0, dtype=torch.float32))
+                _add_gradients(gradients, start, error, part, low)
+        ctx.save_for_backward(*(x if x is None else x.to(dtype) for x in gradients))
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, above):
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if x is None else (x * above).to(dtype) for x, dtype in pairs), None, None, None
+
+
+def _add_gradients(gradients, start: int, error, part, weight) -> None:
+    "What the (n, V) softmax minus targets of rows from `start` on gives to the gradients of states, weight and bias."
+    of_hidden, of_weight, of_bias = gradients
+    if of_bias is not None:
+        of_bias += error.sum(0)
+    error = error.to(weight.dtype)
+    if of_hidden is not None:
+        of_hidden[start : start + len(part)] = error @ weight
+    if of_weight is not None:
+        of_weight += error.T @ part
+
+# %% ../nbs/15_decoder.ipynb #0090d871
 def vocabulary_loss(
     decoder: CausalDecoder,
     hidden: torch.Tensor,  # (N, d) states, each predicting one token
     targets: torch.Tensor,  # (N,) int64
 ) -> torch.Tensor:  # scalar float32, in nats
-    "Sum of -log p(target) over N tokens, never holding all (N, V) logits."
-    weight, bias = decoder.head.weight, decoder.head.bias
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden, weight = (x.to(torch.get_autocast_dtype(hidden.device.type)) for x in (hidden, weight))
-    rows = max(1, CHUNK_LOGITS // len(weight))
-
-    def of_rows(h, w, t):
-        logits = F.linear(h, w, bias).float()
-        return F.cross_entropy(logits, t, reduction="sum")
-
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        total = total + checkpoint(of_rows, h, weight, t, use_reentrant=False, preserve_rng_state=False)
-    return total
+    "Sum of -log p(target) over N tokens, never holding all (N, V) logits nor computing them twice."
+    kind, head = hidden.device.type, decoder.head
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    with torch.autocast(kind, enabled=False):
+        return _VocabularyFunction.apply(hidden, head.weight, head.bias, targets, dtype, torch.is_grad_enabled())
 
 # %% ../nbs/15_decoder.ipynb #849d3d63
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -295,6 +324,7 @@ def load_decoder(
     if torch.device(device).type == "cpu":
         keep_freed_memory()
     fuse_norms(model.get_decoder())
+    fuse_mlps(model.get_decoder())
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
     probe(decoder)
     return decoder
@@ -333,6 +363,13 @@ def add_lora(
     except ValueError as error:
         raise InputError(f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}") from error
     fuse_lora(decoder.model)
+    return decoder
+
+
+def halve_frozen(decoder: CausalDecoder) -> CausalDecoder:
+    "Keep frozen maps ready for products in bfloat16 where these are wanted; exact in float32, and when merged."
+    if decoder.compute_dtype == torch.bfloat16:
+        split_frozen(decoder.model)
     return decoder
 
 

@@ -280,7 +280,8 @@ def step_flops(
     full, pairs = recipe.tuning == "full", recipe.batch_size
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
-    again = recipe.hard_negatives is not None and pairs * sum(tokens.encoded) / processes > recipe.token_budget
+    own, at_once = pairs / processes, max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
+    again = (recipe.hard_negatives is not None) * at_once * (math.ceil(own / at_once) - 1) / own  # all but the last micro-batch
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     reads = pairs * len(tokens.encoded) * recipe.refine_steps if recipe.soft_token_kind == "mixture" else 0
@@ -289,7 +290,7 @@ def step_flops(
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
         "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
         "first pass of GradCache": forward * again,
-        "vocabulary loss": head * (4 if full else 3),
+        "vocabulary loss": head * (3 if full else 2),
         "soft tokens": 2 * reads * shape.embeddings * ((7 if full else 5) + 2 * again),
     }
 
@@ -301,12 +302,14 @@ def layer_bytes(
     "Activations kept in a layer for the backward pass, of one token."
     wide = 4 if recipe.dtype == "float32" else 2
     d, f, q, kv = shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = wide * (2 * q + 2 * kv)
+    always = 4 * shape.norms * d + wide * (2 * q + 2 * kv + 2 * f)
     if recipe.tuning == "full":
-        casts = 5 if wide == 2 else 2
-        return 4 * 2 * shape.norms * d + wide * casts * d + attention + wide * 4 * f
-    inputs = sum(inputs for inputs, _ in lora_maps(recipe, shape).values())
-    return 4 * shape.norms * d + attention + wide * 3 * f + (wide + (recipe.lora_dropout > 0)) * inputs
+        return always + wide * (2 * d + f)
+    maps = lora_maps(recipe, shape)
+    if recipe.lora_dropout:
+        return always + 2 * wide * sum(inputs for inputs, _ in maps.values())
+    shared = {"q_proj": d, "k_proj": d, "v_proj": d}, {"gate_proj": d, "up_proj": d}, {"down_proj": f}
+    return always + wide * sum(max((width for name, width in group.items() if name in maps), default=0) for group in shared)
 
 # %% ../nbs/42_plan.ipynb #a6e9e258
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
@@ -336,7 +339,8 @@ def copy_bytes(recipe: Recipe, shape: ModelShape, processes: int) -> float:
         gathered = root + 2 * shape.matrices
         return gathered * (2 if half else 4) + full * (root + shape.matrices) * (6 if half else 4)
     layers = shape.layers if full or not recipe.activation_checkpointing else 1
-    return 2 * half * (layers * shape.matrices + head)
+    split = 0 if full else sum(inputs * outputs for inputs, outputs in lora_maps(recipe, shape).values())  # bfloat16 already
+    return 2 * half * (layers * (shape.matrices - split) + head)
 
 # %% ../nbs/42_plan.ipynb #577f85a5
 def memory(

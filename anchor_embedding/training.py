@@ -44,6 +44,7 @@ from anchor_embedding.decoder import (
     choose_device,
     choose_dtype,
     compile_layers,
+    halve_frozen,
     load_decoder,
     merge_lora,
 )
@@ -216,6 +217,8 @@ def prepare_embedder(
         add_lora(decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
         if start:
             _load_adapter_weights(decoder, start)
+        if recipe.sharding == "none":  # slices are gathered in the dtype of products anyway
+            halve_frozen(decoder)
     soft_tokens = getattr(make_objective(recipe, tokenizer), "soft_tokens", None)
     if soft_tokens and soft_tokens.kind == "pause":
         load_pause_tokens(decoder, start) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
