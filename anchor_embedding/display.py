@@ -113,14 +113,14 @@ def curve(
     up = lambda y: height - bottom - (height - top - bottom) * (y - low) / (high - low)
     shapes = ""
     for y in _ticks(low, high, 4):
-        shapes += f'<path d="M{left} {up(y):.1f}H{width - right}" stroke="currentColor" opacity="0.18"/>'
+        shapes += f'<path d="M{left} {up(y):.2f}H{width - right}" stroke="currentColor" opacity="0.18"/>'
         shapes += label(left - 6, up(y) + 4, f"{y:g}", 'text-anchor="end"')
     for x in [tick for tick in _ticks(min(xs), max(xs), 6) if tick == int(tick)]:
         shapes += label(across(x), height - 12, f"{x:g}", 'text-anchor="middle"')
     shapes += label(width - right, height - 1, "step", 'text-anchor="end"')
-    line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+    line = " ".join(f"{across(x):.2f},{up(y):.2f}" for x, y in points)
     shapes += f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="1.8"/>'
-    shapes += f'<circle cx="{across(xs[-1]):.1f}" cy="{up(ys[-1]):.1f}" r="3" fill="{ink}"/>'
+    shapes += f'<circle cx="{across(xs[-1]):.2f}" cy="{up(ys[-1]):.2f}" r="3" fill="{ink}"/>'
     shapes += label(across(xs[-1]) + 7, up(ys[-1]) + 4, f"{ys[-1]:.3g}", 'font-weight="bold"')
     return Picture(shapes, width, height, f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}")
 
