@@ -491,6 +491,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/display.py'),
                                           'anchor_embedding.display.Picture.save': ( 'display.html#picture.save',
                                                                                      'anchor_embedding/display.py'),
+                                          'anchor_embedding.display.Picture.svg': ( 'display.html#picture.svg',
+                                                                                    'anchor_embedding/display.py'),
                                           'anchor_embedding.display._ticks': ('display.html#_ticks', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.cell_text': ('display.html#cell_text', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.curve': ('display.html#curve', 'anchor_embedding/display.py'),

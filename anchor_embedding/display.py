@@ -63,17 +63,21 @@ class Picture:
     def __repr__(self) -> str:
         return self.text
 
-    def _repr_html_(self) -> str:
+    def svg(self, style: str = "") -> str:
+        "The picture alone; `style` is CSS of its own."
         label = html.escape(self.text)
         return (
-            f'<svg role="img" aria-label="{label}" viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" '
-            f'style="max-width:100%;height:auto;font:11px system-ui,sans-serif" fill="currentColor"><title>{label}</title>{self.shapes}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'width="{self.width:g}" style="font:11px system-ui,sans-serif;{style}" fill="currentColor"><title>{label}</title>{self.shapes}</svg>'
         )
+
+    def _repr_html_(self) -> str:
+        fits = f"max-width:100%;min-width:{0.7 * self.width:.0f}px;height:auto"  # smaller, it would not be read: it is scrolled
+        return f'<div style="overflow-x:auto">{self.svg(fits)}</div>'
 
     def save(self, path) -> None:
         "Write it as an SVG file; ink is black there."
-        svg = self._repr_html_().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" color="#1a1a1a" ', 1)
-        write_text(Path(path), svg + "\n")
+        write_text(Path(path), self.svg("color:#1a1a1a") + "\n")
 
 
 def rect(x: float, y: float, width: float, height: float, style: str = "") -> str:
