@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from .data import BadRow, Example, csv_rows
+from .display import rows_html
 from .errors import InputError
 from .text import TextTokenizer, TokenizedText
 
@@ -266,6 +267,15 @@ class TokenBatch:
         "The batch of these rows, in this order."
         rows = list(rows)
         return TokenBatch(*([part[row] for row in rows] for part in (self.queries, self.positives, self.negatives)))
+
+    def __repr__(self):
+        return f"TokenBatch({len(self)} pairs, {sum(map(len, self.negatives))} negatives, {self.num_tokens} tokens)"
+
+    def _repr_html_(self):
+        sides = {"queries": self.queries, "positives": self.positives, "negatives": [text for row in self.negatives for text in row]}
+        lengths = {name: [len(text) for text in texts] for name, texts in sides.items() if texts}
+        rows = [(name, len(n), sum(n), min(n), sum(n) / len(n), max(n)) for name, n in lengths.items()]
+        return rows_html(repr(self), ["", "texts", "tokens", "shortest", "mean", "longest"], rows)
 
 # %% ../nbs/07_batches.ipynb #6c7d694e
 def tokenize_batch(

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['GRACE', 'accelerators', 'check_rendezvous', 'check_processes', 'worker_environment', 'run_worker', 'Worker',
            'start_worker', 'stop_workers', 'started_workers', 'WorkerError', 'last_words', 'worker_error',
-           'raise_failure', 'NewRows', 'loss_picture', 'LossCurve', 'watch', 'newest_checkpoint', 'launch']
+           'raise_failure', 'NewRows', 'watch', 'newest_checkpoint', 'launch']
 
 # %% ../nbs/47_launch.ipynb #2b6fc8cd
-import io
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from .display import LossCurve
 from .errors import InputError
 from .processes import STOP_SIGNALS
 from .progress import in_notebook, progress_bar
@@ -277,41 +277,9 @@ class NewRows:
         return self.rows
 
 # %% ../nbs/47_launch.ipynb #e1b10930
-def loss_picture(rows: Sequence[dict]) -> bytes:
-    "The loss over the steps, as PNG."
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 2.6), dpi=100, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss")
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=1.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
-
-
-class LossCurve:
-    "A picture of the loss that is drawn anew in its place, at most every `seconds`."
-
-    def __init__(self, seconds: float = 3):
-        self.seconds, self.drawn, self.steps, self.handle = seconds, 0.0, 0, None
-
-    def show(self, rows: Sequence[dict], last: bool = False) -> None:
-        "Draw when there is something new and it is time, or `last`."
-        from IPython.display import Image, display
-
-        if len(rows) == self.steps or not (last or time.monotonic() - self.drawn >= self.seconds):
-            return
-        picture = Image(loss_picture(rows), format="png")
-        self.handle = self.handle or display(display_id=True)
-        self.handle.update(picture)
-        self.drawn, self.steps = time.monotonic(), len(rows)
-
-# %% ../nbs/47_launch.ipynb #a86b9745
 def watch(workers: Sequence[Worker], folder: Path, recipe: Recipe, initial: int, progress: bool | None, plot: bool, tick: float = 0.2):
     "Show how far a run is until its processes have ended. Raises the error of the one that failed, see `raise_failure`."
-    metrics, curve, first = NewRows(folder / "metrics.jsonl"), LossCurve(), workers[0]
+    metrics, curve, first = NewRows(folder / "metrics.jsonl"), LossCurve(seconds=3), workers[0]
     with progress_bar(recipe.steps, recipe.name, initial=initial, progress=progress) as bar:
         running = True
         while running:

@@ -462,11 +462,11 @@ def _save(run: Training, done: int) -> None:
         run.accelerator.wait_for_everyone()
 
 # %% ../nbs/45_training.ipynb #70c8b02f
-def _log(run: Training, done: int, line: dict, gain: dict, bar) -> None:
+def _log(run: Training, done: int, line: dict, bar) -> None:
     "One step in metrics.jsonl, in the tracker and on the progress bar."
-    run.folder.append("metrics.jsonl", step=done, **line, **gain)
+    run.folder.append("metrics.jsonl", step=done, **line)
     if run.accelerator.trackers:
-        numbers = {key: value for key, value in {**line, **gain}.items() if not isinstance(value, str)}
+        numbers = {key: value for key, value in line.items() if not isinstance(value, str)}
         run.accelerator.log({**numbers, f"loss/{line['dataset'] or 'pairs'}": line["loss"]}, step=done)
     bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens'] / line['seconds']:.0f} tokens/s", refresh=False)
     bar.update()
@@ -491,6 +491,7 @@ def train(
     resume: bool = False,  # go on from the newest checkpoint in `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
+    on_step: Callable[[dict], None] | None = None,  # the main process calls it with each line of metrics.jsonl, as `LossCurve` wants it
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
     "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
     run = Training(recipe, out, examples, resume, say)
@@ -498,7 +499,7 @@ def train(
     try:
         run.say(f"{recipe.name}: {write_card(run)}")
         with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
-            _loop(run, evaluate, stop, bar)
+            _loop(run, evaluate, stop, bar, on_step)
         return finish(run)
     finally:
         run.folder.release()
@@ -506,14 +507,17 @@ def train(
             tracker.finish()
 
 
-def _loop(run: Training, evaluate, stop: StopSignals, bar) -> None:
+def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     "All steps from where the run stands."
     recipe = run.recipe
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)
     for step in range(run.first, recipe.steps):
         done, gain = step + 1, _measure(run, step)
-        _log(run, done, run.step(step), gain, bar)
+        line = run.step(step) | gain
+        _log(run, done, line, bar)
+        if on_step and run.main:
+            on_step({"step": done, **line})
         if _is_due(recipe.eval_every, done, recipe.steps):
             _evaluate(run, done, evaluate)
         if _is_due(recipe.checkpoint_every, done, recipe.steps):
