@@ -250,6 +250,7 @@ def read(args: argparse.Namespace) -> None:
     from anchor_embedding.embedder import Embedder
 
     settings = {"samples": args.samples, "max_new_tokens": args.tokens, "seed": args.seed}
+    settings |= {"decode_bos": args.decode_bos, "decode_header": args.decode_header}
     print(Embedder.from_pretrained(args.model, dtype=args.dtype).read(args.texts, args.instruction, **settings))
 
 
@@ -370,6 +371,8 @@ def _using_commands(commands) -> None:
     words.add_argument("--instruction", help="put in front of every text")
     words.add_argument("--samples", type=int, default=0, metavar="N", help="sampled readings besides the greedy one (default: 0)")
     words.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)")
+    for setting in ("--decode-bos", "--decode-header"):
+        words.add_argument(setting, action="store_true", help="as in the recipe of its Stage I")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)
     words = _command(commands, export)

@@ -55,12 +55,12 @@ def _as_generator(decoder: CausalDecoder, config):
         model.set_attn_implementation(attention)
 
 
-def _go_on(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int], config) -> torch.Tensor:
+def _go_on(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int], before: Sequence[int], config) -> torch.Tensor:
     "(n, t) ids behind the slot (and header), as transformers generates them."
     embed = decoder.causal_lm.get_input_embeddings()
-    before = embed(torch.tensor([header] * len(anchors), dtype=torch.int64, device=decoder.device))
-    slots = (anchors.to(decoder.device) / decoder.embedding_scale).to(before.dtype)
-    start = torch.cat([slots[:, None], before], dim=1)
+    front, behind = (embed(torch.tensor([list(ids)] * len(anchors), dtype=torch.int64, device=decoder.device)) for ids in (before, header))
+    slots = (anchors.to(decoder.device) / decoder.embedding_scale).to(behind.dtype)
+    start = torch.cat([front, slots[:, None], behind], dim=1)
     seen = torch.ones(start.shape[:2], dtype=torch.int64, device=decoder.device)
     return decoder.causal_lm.generate(inputs_embeds=start, attention_mask=seen, generation_config=config)
 
@@ -93,6 +93,7 @@ def generate(
     max_new_tokens: int,  # in each text
     stop: Collection[int] = (),  # ids that end a text, and are not part of it; none = `max_new_tokens` always
     header: Sequence[int] = (),  # ids behind the slot, for a model trained with `decode_header`
+    before: Sequence[int] = (),  # ids in front of it, for one trained with `decode_bos`
     sample: bool = False,  # draw every token; else take the most probable one
     temperature: float = 1.0,  # below 1 draws the probable more often
     top_p: float = 1.0,  # draw from the fewest tokens that hold this probability
@@ -106,15 +107,15 @@ def generate(
     with _evaluating(decoder), _as_generator(decoder, config), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         parts = anchors.split(batch_size) if len(anchors) else ()
-        rows = [row for part in parts for row in decoder(_go_on, part, list(header), config).tolist()]
+        rows = [row for part in parts for row in decoder(_go_on, part, header, before, config).tolist()]
     ends = (next((i for i, token in enumerate(row) if token in stop), len(row)) for row in rows)
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 # %% ../nbs/37_reading.ipynb #e478c1e7
-def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int]) -> torch.Tensor:
+def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int], before: Sequence[int]) -> torch.Tensor:
     "(n, V): what is predicted behind the slot (and header)."
-    batch = pack([[0, *header]] * len(anchors), decoder.device)
-    states = decoder.decode(anchors.to(decoder.device), batch)[batch.last]
+    batch = pack([[*before, 0, *header]] * len(anchors), decoder.device)
+    states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[batch.last]
     return F.linear(states, decoder.head.weight, decoder.head.bias)
 
 
@@ -124,13 +125,14 @@ def top_tokens(
     anchors: torch.Tensor,  # (n, d)
     k: int = 5,
     header: Sequence[int] = (),  # see `generate`
+    before: Sequence[int] = (),  # likewise
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n, k) probabilities, falling; (n, k) token ids
     "The most probable first tokens behind each vector. Raises `InputError`."
     _check_anchors(decoder, anchors)
     if not 1 <= k <= len(decoder.head.weight):
         raise InputError(f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}")
     with _evaluating(decoder):
-        found = decoder(_first_logits, anchors, header).float().softmax(-1).topk(k)
+        found = decoder(_first_logits, anchors, header, before).float().softmax(-1).topk(k)
     return found.values.cpu(), found.indices.cpu()
 
 # %% ../nbs/37_reading.ipynb #b467a92a
@@ -166,17 +168,17 @@ class Readings(list):
         return "<table>" + "".join(f"<tbody>{part}</tbody>" for part in parts) + "</table>"
 
 # %% ../nbs/37_reading.ipynb #37423bf0
-def _texts_behind(embedder: Embedder, anchors, max_new_tokens, header=(), **how) -> list[str]:
+def _texts_behind(embedder: Embedder, anchors, max_new_tokens, around: dict, **how) -> list[str]:
     "What is generated behind anchors, as text; it ends at the template's or the tokenizer's EOS."
     template, tokenizer = embedder.tokenizer.template, embedder.tokenizer.tokenizer
     stop = {template.eos_id, tokenizer.eos_token_id} - {None}
-    found = generate(embedder.decoder, anchors, max_new_tokens, stop, header, **how)
+    found = generate(embedder.decoder, anchors, max_new_tokens, stop, **around, **how)
     return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in found]
 
 
-def _first_tokens(embedder: Embedder, anchors, k, header) -> list[tuple[tuple[str, float], ...]]:
+def _first_tokens(embedder: Embedder, anchors, k, around: dict) -> list[tuple[tuple[str, float], ...]]:
     "The most probable first tokens behind each anchor, as text."
-    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, header))
+    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, **around))
     named = ([embedder.tokenizer.tokenizer.decode([token]) for token in row] for row in tokens)
     return [tuple(zip(names, row, strict=True)) for names, row in zip(named, chances, strict=True)]
 
@@ -192,17 +194,19 @@ def read_vectors(
     top_p: float = 0.95,  # of the samples
     seed: int = 0,  # of the samples
     decode_header: bool = False,  # as in the recipe of the model's Stage I
+    decode_bos: bool = False,  # likewise
 ) -> Readings:
     "What the model reads out of vectors. Raises `InputError`."
     anchors = torch.as_tensor(np.asarray(vectors, dtype=np.float32))
     if not len(anchors) or samples < 0:
         raise InputError(f"{len(anchors)} vectors and {samples} samples: give at least one vector, and samples of 0 or more")
     names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
-    header = embedder.tokenizer.template.header if decode_header else ()
-    first = _first_tokens(embedder, anchors, top, header)
-    greedy = _texts_behind(embedder, anchors, max_new_tokens, header)
+    template = embedder.tokenizer.template
+    around = {"header": template.header if decode_header else (), "before": (template.bos,) if decode_bos else ()}
+    first = _first_tokens(embedder, anchors, top, around)
+    greedy = _texts_behind(embedder, anchors, max_new_tokens, around)
     repeated, draw = anchors.repeat_interleave(samples, dim=0), {"temperature": temperature, "top_p": top_p, "seed": seed}
-    drawn = _texts_behind(embedder, repeated, max_new_tokens, header, sample=True, **draw)
+    drawn = _texts_behind(embedder, repeated, max_new_tokens, around, sample=True, **draw)
     groups = [tuple(drawn[n * samples : (n + 1) * samples]) for n in range(len(anchors))]
     return Readings(Reading(*parts) for parts in zip(names, greedy, groups, first, strict=True))
 
@@ -227,15 +231,16 @@ def reconstruction_losses(
     pairs: Sequence[Example],  # at least two, held out from training
     predict_eos: bool = False,  # as in the recipe of the model's Stage I
     decode_header: bool = False,  # likewise
+    decode_bos: bool = False,  # likewise
     token_budget: int = 8192,  # encode tokens at once; does not change the result
 ) -> dict[str, float]:  # q2d, d2q, anchor_gain_q2d, anchor_gain_d2q (nats per token), mean_cosine
     "How well each side of a pair is foretold from the other's vector (equations 3 and 4), and what the right vector is worth. Raises `InputError`."
     if len(pairs) < 2:
         raise InputError(f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give at least two")
     batch, decoder = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0), embedder.decoder
-    objective = Reconstruction(
-        predict_eos=predict_eos, decode_header=decode_header, pooling=embedder.pooling, token_budget=token_budget
-    )
+    before = (embedder.tokenizer.template.bos,) if decode_bos else ()
+    settings = {"pooling": embedder.pooling, "token_budget": token_budget}
+    objective = Reconstruction(predict_eos=predict_eos, decode_header=decode_header, before=before, **settings)
     with _evaluating(decoder):
         losses = objective.loss(decoder, batch)
         return {name: losses[name] for name in ("q2d", "d2q")} | anchor_gain(objective, decoder, batch)
@@ -254,6 +259,7 @@ def reading_report(
     about: dict | None = None,  # provenance, kept as it is
     predict_eos: bool = False,  # as in the recipe of Stage I
     decode_header: bool = False,  # likewise
+    decode_bos: bool = False,  # likewise
     load: dict | None = None,  # settings for `load_embedder`: dtype, device, max_length, …
     say=print,
     **settings,  # of `read_vectors`: samples, max_new_tokens, …
@@ -262,16 +268,16 @@ def reading_report(
     if not models or not 1 <= num_examples <= len(pairs):
         raise InputError(f"{len(models)} models, {num_examples} examples of {len(pairs)} pairs: give a model, and at least as many pairs as examples")
     texts = [text for pair in pairs[:num_examples] for text in (pair.query, pair.positive)]
-    found = {}
+    found, arrangement = {}, {"decode_header": decode_header, "decode_bos": decode_bos}
     for name, path in models.items():
         embedder = load_embedder(path, **(load or {}))
-        losses = reconstruction_losses(embedder, pairs, predict_eos, decode_header)
-        readings = read_texts(embedder, texts, decode_header=decode_header, **settings)
+        losses = reconstruction_losses(embedder, pairs, predict_eos, **arrangement)
+        readings = read_texts(embedder, texts, **arrangement, **settings)
         found[name] = {"settings": _settings_of(embedder), "losses": losses, "readings": [asdict(reading) for reading in readings]}
         say(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in losses.items()))
     versions = {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers")}
     facts = {"date": time.strftime("%Y-%m-%d"), "device": f"{embedder.decoder.device.type} {platform.machine()}", "versions": versions}
     data = {"number": len(pairs), "fingerprint": fingerprint(pairs)}
     targets = [text for pair in pairs[:num_examples] for text in (pair.positive, pair.query)]
-    settings |= {"predict_eos": predict_eos, "decode_header": decode_header}
+    settings |= {"predict_eos": predict_eos, **arrangement}
     return {"about": facts | (about or {}), "pairs": data, "settings": settings, "counterparts": targets, "models": found}

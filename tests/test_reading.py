@@ -82,6 +82,7 @@ def test_every_architecture_from_disk(kind, tmp_path):
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
     header = embedder_readings(embedder, texts, decode_header=True)
     assert (header != together) == bool(embedder.tokenizer.template.header)
+    assert embedder_readings(embedder, texts, decode_bos=True) not in (together, header)
 
 
 def embedder_readings(embedder, texts, **settings):
