@@ -172,7 +172,7 @@ def global_terms(
     facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
     num_pairs: int,  # of this process, all ranks alike
     accelerator,
-) -> tuple[dict[str, float], torch.Tensor]:  # terms of the global batch, the loss's gradient by `vectors` (n, d)
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # terms of the global batch, the loss's gradient by `vectors` (n, d)
     "The loss over the texts of all processes, differentiated by those of this one."
     own = vectors.detach().float().requires_grad_()
     everyone = gather_rows(accelerator, own)
@@ -180,7 +180,7 @@ def global_terms(
     facts = by_side(gather_rows(accelerator, facts), num_pairs)
     terms = objective.terms(by_side(everyone, num_pairs), facts, num_pairs * len(everyone))
     (gradient,) = torch.autograd.grad(terms["loss"], own)
-    return as_numbers(terms), gradient
+    return {name: term.detach() for name, term in terms.items()}, gradient
 
 
 def as_numbers(terms: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -206,7 +206,7 @@ class ContrastivePasses(ContrastiveLoss):
         rows = [*range(len(batch))] * 2 + [row for row, negatives in enumerate(batch.negatives) for _ in negatives]
         pools = [(row * world + rank) // self.negatives_pool if self.negatives_pool else 0 for row in rows]
         keys = [text_key(text.body) for text in batch.texts]
-        return torch.tensor([keys, pools], device=device).T
+        return torch.tensor([keys, pools]).to(device, non_blocking=True).T
 
     def terms(self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int) -> dict[str, torch.Tensor]:
         "See `contrastive_terms`; an objective over something else than one vector a text has terms of its own."
@@ -232,7 +232,8 @@ class Contrastive(ContrastivePasses):
             states.append(random_state(device))
             with torch.set_grad_enabled(index == last), sync_gradients(accelerator, model, now=not last):
                 vectors.append(model(self.encode, part))
-        order, facts = text_order(batch, groups).to(device), self.facts(batch, device, accelerator.process_index, world)
+        order = text_order(batch, groups).to(device, non_blocking=True)
+        facts = self.facts(batch, device, accelerator.process_index, world)
         terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
         upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
         with sync_gradients(accelerator, model, now=not last):
@@ -241,7 +242,7 @@ class Contrastive(ContrastivePasses):
             with sync_gradients(accelerator, model, now=index == last - 1), replayed(states[index], device):
                 again = model(self.encode, parts[index])
                 accelerator.backward((again.float() * upstreams[index]).sum())
-        return terms
+        return as_numbers(terms)
 
     @torch.no_grad()
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:

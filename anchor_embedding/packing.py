@@ -17,7 +17,6 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import InputError
@@ -356,13 +355,7 @@ def packed_attention(
     return out[None], None
 
 
-def _no_mask(*args, **kwargs):
-    "The kernels know the boundaries; a (T, T) mask is never made."
-    return None
-
-
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
 
 # %% ../nbs/10_packing.ipynb #a93d0603
 def packed_forward(

@@ -9,6 +9,7 @@ __all__ = ['PLAIN', 'DIRECTIONS', 'ITSELF', 'SIDES', 'DecodeBatch', 'decode_batc
 # %% ../nbs/20_reconstruction.ipynb #7f44a6ae
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -39,11 +40,11 @@ def decode_batch(
     headers = headers or [()] * len(bodies)
     of = [index for index, body in enumerate(bodies) if body]
     inputs = pack([[*before, 0, *headers[i], *bodies[i][:-1]] for i in of], device)
-    unscored = torch.tensor([len(before) + len(headers[i]) for i in of], device=device)
-    lengths = torch.tensor(inputs.lengths, device=device)
-    scored = inputs.positions >= unscored.repeat_interleave(lengths, output_size=inputs.num_tokens)
-    targets = torch.tensor([token for i in of for token in bodies[i]], device=device)
-    return DecodeBatch(inputs, inputs.first + len(before), targets, scored.nonzero()[:, 0], torch.tensor(of, device=device))
+    ends = zip(of, accumulate(inputs.lengths), strict=True)
+    scored = [place for i, end in ends for place in range(end - len(bodies[i]), end)]  # as many as the body, at the end
+    targets = [token for i in of for token in bodies[i]]
+    targets, scored, of = (torch.tensor(x).to(device, non_blocking=True) for x in (targets, scored, of))
+    return DecodeBatch(inputs, inputs.first + len(before), targets, scored, of)
 
 # %% ../nbs/20_reconstruction.ipynb #eb9941ec
 @dataclass(frozen=True, kw_only=True)
