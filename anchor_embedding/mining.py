@@ -348,11 +348,16 @@ class Mined:
     @property
     def table(self) -> pd.DataFrame:
         "The figures of every dataset."
-        return pd.DataFrame(self.card["datasets"], dtype=object).T.rename_axis("dataset")
+        rows = self.card["datasets"]
+        return pd.DataFrame(list(rows.values()), index=pd.Index(rows, name="dataset"), dtype=object)
 
     def __repr__(self):
-        figures = self.table.drop(columns=["rows"]).rename(columns=lambda name: name.replace("_", " "))
-        return f"{self.out.name}: {self.card['rows']:,} rows, negatives by {self.card['model']}\n{figures.T.to_string(na_rep='–')}"
+        figures = self.table.drop(columns=["rows"]).rename(columns=lambda name: name.replace("_", " ")).map(_cell)
+        return f"{self.out.name}: {self.card['rows']:,} rows, negatives by {self.card['model']}\n{figures.T.to_string()}"
+
+
+def _cell(value) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
 
 # %% ../nbs/61_mining.ipynb #e5b4a655
 def load_scorer(
