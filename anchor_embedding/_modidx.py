@@ -794,6 +794,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'anchor_embedding.mining._Tally.add': ('mining.html#_tally.add', 'anchor_embedding/mining.py'),
                                          'anchor_embedding.mining._Tally.figures': ( 'mining.html#_tally.figures',
                                                                                      'anchor_embedding/mining.py'),
+                                         'anchor_embedding.mining._cell': ('mining.html#_cell', 'anchor_embedding/mining.py'),
                                          'anchor_embedding.mining._check_out': ('mining.html#_check_out', 'anchor_embedding/mining.py'),
                                          'anchor_embedding.mining._digest': ('mining.html#_digest', 'anchor_embedding/mining.py'),
                                          'anchor_embedding.mining._document': ('mining.html#_document', 'anchor_embedding/mining.py'),
