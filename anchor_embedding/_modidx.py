@@ -512,6 +512,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'anchor_embedding.display.facts_html': ('display.html#facts_html', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.label': ('display.html#label', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.rect': ('display.html#rect', 'anchor_embedding/display.py'),
+                                          'anchor_embedding.display.register_figures': ( 'display.html#register_figures',
+                                                                                         'anchor_embedding/display.py'),
                                           'anchor_embedding.display.rows_html': ('display.html#rows_html', 'anchor_embedding/display.py')},
             'anchor_embedding.docstrings': { 'anchor_embedding.docstrings.DocstringPairs': ( 'docstrings.html#docstringpairs',
                                                                                              'anchor_embedding/docstrings.py'),

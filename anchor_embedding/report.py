@@ -19,11 +19,11 @@ import re
 from pathlib import Path
 
 import matplotlib
-import matplotlib.pyplot  # registers the display of figures in notebooks
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from .display import register_figures
 from .errors import InputError
 from .files import write_text
 from .recipe import load_recipe
@@ -265,6 +265,7 @@ def new_figure(
     height: float = 2.6,   # of a panel, inches
 ) -> tuple[Figure, list]:  # the figure and its axes
     "A figure in the style of the report, of the width of one column; use it within `style()`."
+    register_figures()
     figure = Figure(figsize=(4.8, 0.3 + height * panels), layout="constrained")
     return figure, list(figure.subplots(panels, 1, squeeze=False)[:, 0])
 

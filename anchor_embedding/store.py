@@ -37,6 +37,7 @@ from anchor_embedding.data import (
     part_examples,
     raw_negatives,
 )
+from .display import register_figures
 from .errors import InputError
 from .files import atomic_folder, cache_folder
 from .progress import progress_bar
@@ -530,10 +531,11 @@ def plot_lengths(
     found: DataCheck | ExampleStore,
 ):  # a matplotlib figure
     "Characters of queries, positives and negatives: percentiles of every dataset, on a logarithmic axis."
-    from matplotlib import pyplot  # which also registers the display of figures in notebooks
+    from matplotlib.figure import Figure
 
+    register_figures()
     summaries = _length_summaries(found)
-    figure = pyplot.Figure(figsize=(8, 0.9 + 0.21 * len(summaries)), layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 0.21 * len(summaries)), layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, field in zip(panels, ("query", "positive", "negatives"), strict=True):
         for height, summary in enumerate(summary[field] for summary in summaries.values()):
