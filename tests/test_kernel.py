@@ -17,7 +17,7 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
 NBS = ROOT / "nbs"
-QUICK = ("61_pictures.ipynb", "look_inside.ipynb")
+QUICK = ("64_pictures.ipynb", "look_inside.ipynb")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
