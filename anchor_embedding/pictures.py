@@ -150,5 +150,6 @@ def draw_decode(
         cells = zip(above, below, (slot if token is None else paint(text) for token, _ in row), strict=True)
         drawn, y = boxes(cells, y)
         shapes += drawn
-    words = f"Decode pass of {len(batch.of)} texts, {batch.inputs.num_tokens} inputs (the anchor among them), {len(batch.targets)} scored targets below"
+    sizes = f"{len(batch.of)} texts, {batch.inputs.num_tokens} inputs (the anchors among them)"
+    words = f"Decode pass of {sizes}, {len(batch.targets)} scored targets below"
     return Picture(shapes, WIDTH, y, words)
