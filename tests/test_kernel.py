@@ -10,14 +10,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 from notebook_checks import ROOT, cell_flags, compare, executed_ids, find_notebooks, split_source
 
-nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
-
 NBS = ROOT / "nbs"
-QUICK = ("61_pictures.ipynb", "look_inside.ipynb")
+QUICK = ("64_pictures.ipynb", "look_inside.ipynb")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
