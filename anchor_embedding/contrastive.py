@@ -230,16 +230,16 @@ class Contrastive(ContrastivePasses):
         last = len(parts) - 1
         for index, part in enumerate(parts):
             states.append(random_state(device))
-            with torch.set_grad_enabled(index == last), sync_gradients(accelerator, model, now=not last):
+            with torch.set_grad_enabled(index == 0), sync_gradients(accelerator, model, now=not last):
                 vectors.append(model(self.encode, part))
         order = text_order(batch, groups).to(device, non_blocking=True)
         facts = self.facts(batch, device, accelerator.process_index, world)
         terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
         upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
         with sync_gradients(accelerator, model, now=not last):
-            accelerator.backward((vectors.pop().float() * upstreams[last]).sum())
-        for index in range(last):
-            with sync_gradients(accelerator, model, now=index == last - 1), replayed(states[index], device):
+            accelerator.backward((vectors.pop(0).float() * upstreams[0]).sum())
+        for index in range(1, len(parts)):
+            with sync_gradients(accelerator, model, now=index == last), replayed(states[index], device):
                 again = model(self.encode, parts[index])
                 accelerator.backward((again.float() * upstreams[index]).sum())
         return as_numbers(terms)

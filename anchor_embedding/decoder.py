@@ -365,7 +365,7 @@ def add_lora(
     fuse_lora(decoder.model)
     return decoder
 
-
+# %% ../nbs/15_decoder.ipynb #e55691e5
 def halve_frozen(decoder: CausalDecoder) -> CausalDecoder:
     "Keep frozen maps ready for products in bfloat16 where these are wanted; exact in float32, and when merged."
     if decoder.compute_dtype == torch.bfloat16:

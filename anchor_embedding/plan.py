@@ -281,7 +281,7 @@ def step_flops(
     maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
     forward = maps + attention + adapters
     own, at_once = pairs / processes, max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
-    again = (recipe.hard_negatives is not None) * at_once * (math.ceil(own / at_once) - 1) / own  # all but the last micro-batch
+    again = (recipe.hard_negatives is not None) * max(0.0, 1 - at_once / own)  # all but the first micro-batch
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     reads = pairs * len(tokens.encoded) * recipe.refine_steps if recipe.soft_token_kind == "mixture" else 0
