@@ -16,7 +16,7 @@ import pytest
 from notebook_checks import ROOT, cell_flags, compare, executed_ids, find_notebooks, split_source
 
 NBS = ROOT / "nbs"
-QUICK = ("64_pictures.ipynb", "look_inside.ipynb")
+QUICK = ("61_pictures.ipynb", "look_inside.ipynb")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
