@@ -223,16 +223,21 @@ def sweep_steps(args: argparse.Namespace) -> None:
     embedder = Embedder.from_pretrained(args.model, dtype=args.dtype)
     if embedder.soft_tokens is None:
         raise InputError(f"{args.model} has no soft tokens to sweep; train one with the objective 'refinement', for example `smollm2-135m/gircse`")
-    pairs = split_pairs(args.data, args.heldout, args.seed).heldout
-    heldout = HeldoutRetrieval([pair.query for pair in pairs], [pair.positive for pair in pairs])
+    pairs = split_pairs(args.data, args.heldout, args.seed)
+    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout])
     rows = sweep_model(embedder, heldout, args.refine_steps)
+    if args.json:
+        from anchor_embedding.files import write_text
+        from anchor_embedding.tournament import sweep_record
+
+        write_text(args.json, json.dumps(sweep_record(args.model, embedder, rows, pairs, args.note), indent=1) + "\n")
     if args.plot:
         from anchor_embedding.files import atomic_file
 
         with atomic_file(args.plot) as aside:
             plot_sweep({args.model: rows}, embedder.soft_tokens.steps).figure.savefig(aside, format=args.plot.suffix.removeprefix(".") or "png")
     for row in rows:
-        print(json.dumps({key: round(value, 4) for key, value in row.items()}))
+        print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
 
 # %% ../nbs/70_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
@@ -326,6 +331,8 @@ def _rival_commands(commands) -> None:
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
     words.add_argument("--seed", type=int, default=42, help="of their choice; the recipe's, so that none was trained on (default: 42)")
     words.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
+    words.add_argument("--json", type=Path, metavar="FILE", help="write the record there, with times and what it rests on")
+    words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
     words.add_argument("--dtype", **_DTYPE)
 
 # %% ../nbs/70_cli.ipynb #3bc80ea5

@@ -107,7 +107,8 @@ def claim_folder(out: Path, pipeline: Pipeline) -> None:
     write_text(kept, pipeline.to_toml())
 
 # %% ../nbs/65_pipeline.ipynb #6d6c7275
-LOSS_KEYS = ("step", "loss", "q2d", "d2q", "infonce", "anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine")
+_DIRECTIONS = ("q2d", "d2q", "q2q", "d2d")
+LOSS_KEYS = ("step", "loss", *_DIRECTIONS, "infonce", "first_infonce", "mntp", *(f"anchor_gain_{name}" for name in _DIRECTIONS), "mean_cosine")
 
 
 def _rows(frame, keys) -> list[dict]:

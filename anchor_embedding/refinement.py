@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['MIX_LOGITS', 'STEP_POOLINGS', 'SoftTokens', 'vocabulary_mix', 'PrefixCache', 'check_context', 'soft_states',
            'add_pause_tokens', 'pause_token', 'pool_steps', 'refine', 'refinement_regularizer', 'refinement_terms',
-           'Refinement', 'sweep_steps', 'plot_sweep']
+           'Refinement', 'without_soft_tokens', 'sweep_steps', 'time_steps', 'plot_sweep']
 
 # %% ../nbs/28_refinement.ipynb #3fbe067e
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -321,26 +322,48 @@ class Refinement(Contrastive):
         return refinement_terms(self, states, facts, num_pairs)
 
 # %% ../nbs/28_refinement.ipynb #09d22e22
+def without_soft_tokens(embedder):
+    "The same model with the state of a text's EOS as its vector."
+    return type(embedder)(embedder.decoder, embedder.tokenizer, "eos")
+
+
 def sweep_steps(
     embedder,  # an `Embedder` with soft tokens
     heldout: HeldoutRetrieval,
     steps: int = 20,  # most soft tokens; those of a model with pause tokens end with the trained ones
     instruction: str | None = None,  # of the queries
     **settings,  # of `Embedder.encode`: batch_tokens, progress
-) -> list[dict[str, float]]:  # for 1 … steps: steps, ndcg_at_10, recall_at_1, mrr; gain of nDCG over step 1, and low, high of its 95 % interval
+) -> list[dict]:  # for 0 … steps: steps, ndcg_at_10, recall_at_1, mrr; gain of nDCG over step 1, and low, high of its 95 % interval; ranks
     "Retrieval after every number of refinement steps; raises `InputError` like `Embedder.encode`."
     every = range(1, steps + 1)
-    queries = embedder.encode(heldout.queries, instruction, refine_steps=every, **settings)
-    documents = embedder.encode(heldout.documents, refine_steps=every, **settings)
-    ranks = [retrieval_ranks(queries[:, k], documents[:, k], heldout.relevant) for k in range(steps)]
-    ndcg = [np.where(rank <= 10, 1 / np.log2(1 + rank), 0.0) for rank in ranks]
-    gains = [paired_bootstrap(figures, ndcg[0]) for figures in ndcg]
-    return [
-        {"steps": k, **rank_metrics(rank), "gain": gain.difference, "low": gain.low, "high": gain.high}
-        for k, rank, gain in zip(every, ranks, gains, strict=True)
-    ]
+    both = lambda model, **more: (model.encode(heldout.queries, instruction, **more, **settings), model.encode(heldout.documents, **more, **settings))
+    queries, documents = both(embedder, refine_steps=every)
+    ranks = {k: retrieval_ranks(queries[:, k - 1], documents[:, k - 1], heldout.relevant) for k in every}
+    if embedder.soft_tokens.add_eos:
+        ranks = {0: retrieval_ranks(*both(without_soft_tokens(embedder)), heldout.relevant)} | ranks
+    ndcg = {k: np.where(rank <= 10, 1 / np.log2(1 + rank), 0.0) for k, rank in ranks.items()}
+    gains = {k: paired_bootstrap(figures, ndcg[1]) for k, figures in ndcg.items()}
+    interval = lambda gain: {"gain": gain.difference, "low": gain.low, "high": gain.high}
+    return [{"steps": k, **rank_metrics(rank), **interval(gains[k]), "ranks": rank.tolist()} for k, rank in ranks.items()]
 
 # %% ../nbs/28_refinement.ipynb #f9ee888f
+def time_steps(
+    embedder,  # an `Embedder` with soft tokens
+    texts: Sequence[str],
+    steps: Sequence[int] = (0, 1, 2, 5, 10, 20),
+    rounds: int = 3,
+) -> dict[int, float]:  # number of steps → seconds of the processor, or of the clock where there is an accelerator
+    "What encoding the texts takes with each number of soft tokens, 0 being none: the fastest of some rounds."
+    clock = time.process_time if embedder.decoder.device.type == "cpu" else time.perf_counter
+    found = dict.fromkeys(steps, math.inf)
+    for number in [number for _ in range(rounds) for number in steps]:
+        model, asked = (embedder, {"refine_steps": number}) if number else (without_soft_tokens(embedder), {})
+        start = clock()
+        model.encode(texts, progress=False, **asked)
+        found[number] = min(found[number], clock() - start)
+    return found
+
+# %% ../nbs/28_refinement.ipynb #9c60748b
 def plot_sweep(
     sweeps: dict[str, list[dict[str, float]]],  # name → `sweep_steps` of a model
     trained: int | None = None,  # number of steps in training, marked
@@ -351,7 +374,7 @@ def plot_sweep(
 
     axes = axes or pyplot.subplots(figsize=(5, 3), layout="constrained")[1]
     for name, rows in sweeps.items():
-        steps, first = [row["steps"] for row in rows], rows[0]["ndcg_at_10"]
+        steps, first = [row["steps"] for row in rows], rows[0]["ndcg_at_10"] - rows[0]["gain"]
         (line,) = axes.plot(steps, [row["ndcg_at_10"] for row in rows], marker="o", markersize=3, label=name)
         low, high = ([first + row[end] for row in rows] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)

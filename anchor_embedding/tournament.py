@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['NO_DIFFERENCE', 'EQUAL', 'BUDGETS', 'HUES', 'entrants_of', 'same_stages', 'contestants', 'check_equal_footing',
            'stretched', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request', 'Judge', 'scores_of',
-           'course', 'tournament', 'first_stage', 'judged', 'differences', 'standings', 'plot_tournament', 'publish']
+           'course', 'tournament', 'first_stage', 'judged', 'differences', 'standings', 'plot_tournament', 'publish',
+           'sweep_record']
 
 # %% ../nbs/67_tournament.ipynb #36beccb3
 import itertools
@@ -28,10 +29,12 @@ from .data import Example, fingerprint
 from .embedder import Embedder, read_tokenizer
 from .errors import InputError
 from .evaluation import HeldoutRetrieval, mean_cosine, rank_metrics, retrieval_ranks
+from .export import find_cards
 from .files import atomic_file, write_text
 from .pipeline import SplitPairs, all_ranks, report_card, run_arm, split_pairs
 from .plan import find_shape, measured_lengths, plan
 from .recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, closest, load_recipe, override
+from .refinement import time_steps
 from anchor_embedding.report import (
     COLOURS,
     INK,
@@ -45,10 +48,10 @@ from anchor_embedding.report import (
     results_table,
     style,
 )
-from .runs import read_log
+from .runs import read_log, source_commit
 from .significance import paired_bootstrap
 from .smollm2 import resolve_base
-from .training import train
+from .training import device_name, train
 
 # %% ../nbs/67_tournament.ipynb #d931d4de
 def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → pipeline of one arm
@@ -358,3 +361,31 @@ def publish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
         plot_tournament(report).savefig(aside, format="svg")
     say(f"{table.round(3).to_string()}\nreport: {out / 'tournament.json'}")
     return report
+
+# %% ../nbs/67_tournament.ipynb #c8828ad2
+def sweep_record(
+    model: str,  # folder or hub name of what was swept
+    embedder: Embedder,
+    rows: list[dict],  # see `sweep_steps`
+    pairs: SplitPairs,
+    note: str = "",
+    timed: int = 64,  # documents to take the time on; 0 = none
+) -> dict:
+    "What a sweep over the number of soft tokens found, and where."
+    lengths = {"query": [pair.query for pair in pairs.heldout], "document": [pair.positive for pair in pairs.heldout]}
+    lengths = {kind: float(np.mean([len(text) for text in embedder.tokenizer(texts)])) for kind, texts in lengths.items()}
+    about = {"created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "commit": source_commit(), "note": note}
+    about |= {"device": device_name(embedder.decoder.device), "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype)}
+    about |= {"data": pairs.source["data"], "heldout": len(pairs.heldout), "fingerprint": fingerprint(pairs.heldout), "tokens": lengths}
+    runs = [{key: card.get(key) for key in ("commit", "device", "pairs", "fingerprint", "seconds")} | _run(card) for card in find_cards(Path(model))]
+    timed = [pair.positive for pair in pairs.heldout[:timed]]
+    most = rows[-1]["steps"]
+    seconds = time_steps(embedder, timed, sorted({k for k in (0, 1, 2, 5, 10, 20) if k <= most} | {most})) if timed else {}
+    kept = {"runs": runs, "soft_tokens": asdict(embedder.soft_tokens), "timed": len(timed), "seconds": seconds}
+    return {"name": "sweep-steps", "about": about, **kept, "steps": rows}
+
+
+def _run(card: dict) -> dict:
+    "A run's recipe, its base by name and not by where it lay."
+    recipe = card["recipe"]
+    return {"recipe": recipe | {"base": Path(recipe["base"]).name}}

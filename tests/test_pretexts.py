@@ -15,7 +15,9 @@ from anchor_embedding.decoder import POOLINGS
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
 from anchor_embedding.packing import ATTENTION, attention_kernel, pack, packed_forward
-from anchor_embedding.recipe import CHOICES, OBJECTIVES, Recipe
+from anchor_embedding.pipeline import run_pipeline
+from anchor_embedding.recipe import CHOICES, OBJECTIVES, Pipeline, Recipe, load_recipe
+from anchor_embedding.report import plot_anchor_gain, plot_losses
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.training import OBJECTIVES as CLASSES
 from anchor_embedding.training import dry_run, make_objective, prepare_embedder, train
@@ -100,6 +102,30 @@ def test_what_cannot_be_is_refused(base):
     embedder, _ = prepare_embedder(recipe(base, "mntp"), torch.device("cpu"), say=quiet)
     with pytest.raises(InputError, match="mask_token 'the ship sails' is"):
         make_objective(recipe(base, "mntp", mask_token="the ship sails"), embedder.tokenizer)
+
+
+def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
+    """The shipped pipeline of pretexts and GIRCSE, two steps a stage, from runs to findings and plots."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"query": pair.query, "positive": pair.positive}) + "\n" for pair in PAIRS[::4]))
+    small = [f"base={base}", f"data={data}", "batch_size=2", "max_length=40", "steps=2", "warmup_steps=1", "evaluation.every=2", "evaluation.pairs=3"]
+    pipeline = load_recipe("smollm2-135m/pretexts", [*small, "mntp.mask_token=a", "auto_reconstruction.anchor_gain_every=1"])
+    gircse = load_recipe("smollm2-135m/gircse", [*small[:-2], "refine_steps=2"])
+    pipeline = Pipeline(
+        name="every", stages={**pipeline.stages, "gircse": gircse}, arms={**pipeline.arms, "gircse": ("gircse",)}, evaluation=pipeline.evaluation
+    )
+    report = run_pipeline(pipeline, tmp_path / "out", progress=False, say=quiet)
+    told = "\n".join(report["findings"])
+    for arm, name in [("anchor/reconstruction", "reconstruction"), ("itself/auto_reconstruction", "reconstruction"),
+                      ("llama2vec/bag_of_tokens", "bag of tokens"), ("llm2vec/mntp", "masked next-token prediction")]:  # fmt: skip
+        assert f"{arm}: the {name} loss went from" in told
+    assert "(Q2Q) and" in told and "(D2D) nats per token" in told and told.count("loss went from") == 4
+    assert "Stage I saw 4 pairs here" in told
+    assert {"mntp", "loss"} <= report["losses"]["llm2vec/mntp"][0].keys() and "first_infonce" in report["losses"]["gircse/gircse"][0]
+    titles = {axes.get_title(loc="left") for axes in plot_losses(report).axes}
+    assert {"contrastive (InfoNCE)", "mntp (masked next-token prediction)", "bag_of_tokens (bag of tokens)"} <= titles
+    assert "gircse (refinement: mean InfoNCE of all steps)" in titles and len(plot_anchor_gain(report).axes[0].lines) == 3
+    assert titles == {axes.get_title(loc="left") for axes in plot_losses(report | {"card": {}}).axes}  # the terms alone tell too
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -190,9 +190,12 @@ def test_command_line(base, file, tmp_path, capsys):
     assert main([*words(base, file), "--out", str(tmp_path / "out")]) == 0
     assert "against baseline" in capsys.readouterr().err and (tmp_path / "out" / "tournament.json").exists()
     assert main(["sweep-steps", str(tmp_path / "out" / "gircse"), "--refine-steps", "3", "--data", str(file), "--heldout", "8",
-                 "--plot", str(tmp_path / "sweep.svg")]) == 0  # fmt: skip
+                 "--plot", str(tmp_path / "sweep.svg"), "--json", str(tmp_path / "sweep.json"), "--note", "tried"]) == 0  # fmt: skip
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["steps"] for row in rows] == [1, 2, 3] and rows[0]["gain"] == 0 and (tmp_path / "sweep.svg").read_text().count("<svg") == 1
+    kept = json.loads((tmp_path / "sweep.json").read_text())
+    assert [{name: round(row[name], 4) for name in row if name != "ranks"} for row in kept["steps"]] == rows
+    assert kept["about"]["note"] == "tried" and kept["runs"][0]["recipe"]["objective"] == "refinement" and [*kept["seconds"]] == ["0", "1", "2", "3"]
+    assert [row["steps"] for row in rows] == [0, 1, 2, 3] and rows[1]["gain"] == 0 and (tmp_path / "sweep.svg").read_text().count("<svg") == 1
     assert "has no soft tokens to sweep" in failure(capsys, "sweep-steps", tmp_path / "out" / "baseline", "--data", file)
     assert "--refine-steps 0: must be at least 1" in failure(capsys, "sweep-steps", tmp_path / "out" / "gircse", "--refine-steps", 0)
 
