@@ -1324,6 +1324,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement._chunks': ( 'refinement.html#_chunks',
                                                                                       'anchor_embedding/refinement.py'),
+                                             'anchor_embedding.refinement._first_rows': ( 'refinement.html#_first_rows',
+                                                                                          'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement._next_token': ( 'refinement.html#_next_token',
                                                                                           'anchor_embedding/refinement.py'),
                                              'anchor_embedding.refinement._online_softmax': ( 'refinement.html#_online_softmax',

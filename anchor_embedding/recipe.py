@@ -115,6 +115,7 @@ class ObjectiveSettings:
     soft_token_temperature: float | None = None # refinement: of the softmax over the vocabulary
     soft_token_kind: str | None = None          # refinement: "mixture" of the vocabulary, or trained "pause" tokens as a control
     add_eos: bool | None = None                 # refinement: the text ends in EOS before the soft tokens
+    mask_unused_rows: bool | None = None        # refinement: rows of the vocabulary that no token has are in no soft token
     regularizer_weight: float | None = None     # refinement: of the penalty on steps that are worse than the one before
     detach_regularizer: bool | None = None      # refinement: its earlier loss is a constant
     regularizer_floor: float | None = None      # refinement: added to the losses inside its logarithms
@@ -155,7 +156,7 @@ OBJECTIVES = {
     "contrastive": {"temperature": 0.05, **_NEGATIVES},
     "refinement": {
         "temperature": 0.02, **_NEGATIVES, "refine_steps": 5, "soft_token_temperature": 1.0, "soft_token_kind": "mixture", "add_eos": True,
-        "regularizer_weight": 1.0, "detach_regularizer": True, "regularizer_floor": 1e-8,
+        "mask_unused_rows": True, "regularizer_weight": 1.0, "detach_regularizer": True, "regularizer_floor": 1e-8,
     },
 }
 _EXTRA = list(OBJECTIVES["reconstruction"])[5:]  # beyond the paper and its released code

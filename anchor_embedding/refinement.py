@@ -36,8 +36,11 @@ class SoftTokens:
     temperature: float = 1.0  # of the softmax over the vocabulary, T_s
     kind: str = "mixture"  # "mixture": the vocabulary's mean under the model's prediction; "pause": trained vectors
     add_eos: bool = True  # the text ends in EOS, and the soft tokens come behind it; the released code has none
+    vocabulary: int = 0  # so many rows of the vocabulary take part, the first ones; 0 = all, also those that no token has
 
     def __post_init__(self):
+        if self.vocabulary < 0:
+            raise InputError(f"{self.vocabulary} rows of the vocabulary: give a number above 0, or 0 for all")
         if self.steps < 1:
             raise InputError(f"{self.steps} refinement steps: a vector needs at least 1, because the text's own last state is not pooled")
         if self.kind not in ("mixture", "pause"):
@@ -102,10 +105,19 @@ class _VocabularyMix(torch.autograd.Function):
         return by_states.to(states.dtype), by_head, by_table, None, None
 
 # %% ../nbs/28_refinement.ipynb #44da2ee7
+def _first_rows(head, table, rows):
+    "The first rows of both, which stay one tensor where they are; untouched where all are wanted."
+    if not rows or rows >= len(head):
+        return head, table
+    cut = head[:rows]
+    return cut, cut if table is head else table[:rows]
+
+
 def vocabulary_mix(
     decoder: CausalDecoder,
     states: torch.Tensor,  # (n, d), after the final norm
     temperature: float = 1.0,  # T_s
+    rows: int = 0,  # of the vocabulary that take part, the first ones; 0 = all
 ) -> torch.Tensor:  # (n, d) input embeddings, float32
     "The mean input embedding under the model's prediction of the next token."
     head, table = decoder.head, decoder.causal_lm.get_input_embeddings()
@@ -114,7 +126,7 @@ def vocabulary_mix(
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
-        mix = _VocabularyMix.apply(states, head.weight, table.weight, temperature, dtype)
+        mix = _VocabularyMix.apply(states, *_first_rows(head.weight, table.weight, rows), temperature, dtype)
     return mix * getattr(table, "embed_scale", 1.0)  # Gemma's embeddings scale what they look up
 
 # %% ../nbs/28_refinement.ipynb #4b39ce65
@@ -188,7 +200,9 @@ def soft_states(
     batch: PackedBatch,  # n texts
     tokens: SoftTokens,
 ) -> torch.Tensor:  # (n, K, d)
-    "States at the soft tokens of every text; raises `InputError` when they do not fit the model's context."
+    "States at the soft tokens of every text; raises `InputError` when they do not fit the model's context, or it reads in both directions."
+    if decoder.attention != "causal":
+        raise InputError(f"soft tokens follow a text that is read causally; this model's attention is {decoder.attention}")
     check_context(decoder, max(batch.lengths), tokens.steps)
     cache, states = PrefixCache(batch), []
     state = _pass(decoder, batch.positions, cache.record, input_ids=batch.ids)[batch.last]
@@ -203,7 +217,7 @@ def _next_token(decoder, tokens, state, step):
     "(n, d) input embeddings of soft token `step`."
     dtype = decoder.causal_lm.get_input_embeddings().weight.dtype
     if tokens.kind == "mixture":
-        return vocabulary_mix(decoder, state, tokens.temperature).to(dtype)
+        return vocabulary_mix(decoder, state, tokens.temperature, tokens.vocabulary).to(dtype)
     return (pause_token(decoder, step) + 0 * state).to(dtype)  # sharded weights of the last layer come back through `state` alone
 
 # %% ../nbs/28_refinement.ipynb #137194c0
@@ -300,6 +314,7 @@ class Refinement(Contrastive):
     soft_token_temperature: float = 1.0
     soft_token_kind: str = "mixture"
     add_eos: bool = True
+    vocabulary: int = 0  # rows that take part in a soft token; 0 = all
     regularizer_weight: float = 1.0  # λ
     detach_regularizer: bool = True
     regularizer_floor: float = 1e-8
@@ -310,7 +325,8 @@ class Refinement(Contrastive):
     @property
     def soft_tokens(self) -> SoftTokens:
         "What has to be saved with the model."
-        return SoftTokens(steps=self.refine_steps, temperature=self.soft_token_temperature, kind=self.soft_token_kind, add_eos=self.add_eos)
+        given = {"temperature": self.soft_token_temperature, "kind": self.soft_token_kind}
+        return SoftTokens(steps=self.refine_steps, **given, add_eos=self.add_eos, vocabulary=self.vocabulary)
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
         "(n, K, d) states of the texts of a micro-batch."

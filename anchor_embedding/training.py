@@ -113,6 +113,8 @@ def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
             kind, settings = ReleasedReconstruction, {"alpha": recipe.alpha, "micro_batch_size": size, "eos_id": eos_id}
     if recipe.objective == "mntp":
         settings["mask_id"] = mask_id(tokenizer, settings.pop("mask_token"))
+    if recipe.objective == "refinement":
+        settings["vocabulary"] = 1 + max(tokenizer.tokenizer.get_vocab().values()) if settings.pop("mask_unused_rows") else 0
     return kind(**settings, pooling=recipe.pooling, token_budget=recipe.token_budget)
 
 # %% ../nbs/45_training.ipynb #fa76f272

@@ -194,7 +194,8 @@ def test_planning_needs_no_torch():
 GIRCSE = {"qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B", "qwen2.5-7b": "Qwen/Qwen2.5-7B", "mistral-7b": "mistralai/Mistral-7B-v0.1",
           "smollm2-135m": "SmolLM2-135M-Instruct"}  # fmt: skip
 SOFT_TOKENS = dict(objective="refinement", tuning="lora", refine_steps=5, pooling="mean", soft_token_temperature=1.0, soft_token_kind="mixture",
-                   add_eos=True, temperature=0.02, regularizer_weight=1.0, detach_regularizer=True, lora_rank=16, lora_alpha=64)  # fmt: skip
+                   add_eos=True, mask_unused_rows=True, temperature=0.02, regularizer_weight=1.0, detach_regularizer=True, lora_rank=16,
+                   lora_alpha=64)  # fmt: skip
 
 
 @pytest.mark.parametrize("model", GIRCSE)
@@ -204,7 +205,7 @@ def test_gircse(model):
     assert differing(ours, SOFT_TOKENS | {"base": GIRCSE[model]}) == {}
     as_released = dict(
         base=GIRCSE[model], data="cfli/bge-full-data", template="plain", prompt="Instruct: {instruction}\nQuery:{text}", add_eos=False,
-        detach_regularizer=False, regularizer_floor=1e-8, batch_size=16, negatives_pool=2, hard_negatives=1, steps=12500, warmup_steps=375,
+        mask_unused_rows=False, detach_regularizer=False, regularizer_floor=1e-8, batch_size=16, negatives_pool=2, hard_negatives=1, steps=12500, warmup_steps=375,
         schedule_steps=0, learning_rate=1e-5, lora_dropout=0.1,
     )  # fmt: skip
     assert differing(released, SOFT_TOKENS | as_released) == {}

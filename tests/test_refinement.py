@@ -25,15 +25,17 @@ SHARED = dict(
     name="run", objective="refinement", pooling="mean", data="-", steps=4, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40,
     dtype="float32", refine_steps=3, token_budget=60,
 )  # fmt: skip
+TOKENS = len(tiny_tokenizer("smollm2"))
 LORA = dict(tuning="lora", lora_rank=4, lora_alpha=16, lora_dropout=0.1)
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A model of every family of interest: tied and untied."""
+    """A model of every family of interest: tied and untied, the Qwens with more rows than there are tokens."""
     folder = tmp_path_factory.mktemp("refinement")
     for kind, tied in {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}.items():
-        tiny_model(kind, tied=tied, initializer_range=0.1).save_pretrained(folder / kind)
+        padded = {"vocab_size": TOKENS + 30} if kind.startswith("qwen") else {}
+        tiny_model(kind, tied=tied, initializer_range=0.1, **padded).save_pretrained(folder / kind)
         tiny_tokenizer("smollm2").save_pretrained(folder / kind)
     return folder
 
@@ -106,6 +108,23 @@ def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_
     assert card["recipe"]["refine_steps"] == 3 and card["negatives_pool"].startswith("7 in-batch positives")
 
 
+def test_rows_without_a_token_are_in_no_soft_token(bases, tmp_path):
+    """What stands in the unused rows changes nothing unless a recipe lets them take part; the choice is saved."""
+    out = {mask: run(Recipe(**SHARED | LORA, mask_unused_rows=mask, base=str(bases / "qwen2")), tmp_path / str(mask)) for mask in (True, False)}
+    for mask, folder in out.items():
+        embedder = load(folder)
+        assert embedder.soft_tokens.vocabulary == (TOKENS if mask else 0) and len(embedder.decoder.head.weight) == TOKENS + 30
+        vectors = embedder.encode(TEXTS)
+        with torch.no_grad():
+            embedder.decoder.head.weight[TOKENS:] *= 50
+            embedder.decoder.causal_lm.get_input_embeddings().weight[TOKENS:] += 3
+        assert np.array_equal(vectors, embedder.encode(TEXTS)) == mask
+    whole = json.loads((out[True] / "anchor_embedding.json").read_text())
+    del whole["soft_tokens"]["vocabulary"]  # as saved before there was a choice: every row
+    (out[True] / "anchor_embedding.json").write_text(json.dumps(whole))
+    assert load(out[True]).soft_tokens.vocabulary == 0
+
+
 def test_one_step_trains_without_a_regularizer(bases, tmp_path):
     run(Recipe(**SHARED | {"refine_steps": 1}, base=str(bases / "llama")), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -118,6 +137,12 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
         embedder.export(tmp_path / "export")
     with pytest.raises(InputError, match="`refine_steps` = 0: must be at least 1"):
         Recipe(**SHARED | {"refine_steps": 0}, base="-")
+    with pytest.raises(InputError, match="refinement reads causally: leave `attention` out"):
+        Recipe(**SHARED, base="-", attention="bidirectional")
+    with pytest.raises(InputError, match="1000 refinement steps exceed the model's context of 1024; lower max_length or the steps"):
+        load(bases / "llama").__class__.from_pretrained(bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens(steps=1000))
+    with pytest.raises(InputError, match="and 1020 refinement steps exceed the model's context of 1024"):
+        embedder.encode(TEXTS, refine_steps=1020)
     with pytest.raises(InputError, match="40 tokens and 1000 refinement steps exceed the model's context of 1024"):
         run(Recipe(**SHARED | {"refine_steps": 1000}, base=str(bases / "llama")), tmp_path / "long")
     assert not (tmp_path / "long" / "metrics.jsonl").exists()
