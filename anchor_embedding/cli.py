@@ -215,7 +215,6 @@ def sweep_steps(args: argparse.Namespace) -> None:
     from anchor_embedding.embedder import Embedder
     from anchor_embedding.evaluation import HeldoutRetrieval
     from anchor_embedding.pipeline import split_pairs
-    from anchor_embedding.refinement import plot_sweep
     from anchor_embedding.refinement import sweep_steps as sweep_model
 
     if args.refine_steps < 1:
@@ -233,9 +232,10 @@ def sweep_steps(args: argparse.Namespace) -> None:
         write_text(args.json, json.dumps(sweep_record(args.model, embedder, rows, pairs, args.note), indent=1) + "\n")
     if args.plot:
         from anchor_embedding.files import atomic_file
+        from anchor_embedding.report import plot_sweep
 
         with atomic_file(args.plot) as aside:
-            plot_sweep({args.model: rows}, embedder.soft_tokens.steps).figure.savefig(aside, format=args.plot.suffix.removeprefix(".") or "png")
+            plot_sweep({args.model: rows}, embedder.soft_tokens.steps).savefig(aside, format=args.plot.suffix.removeprefix(".") or "png")
     for row in rows:
         print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MIX_LOGITS', 'STEP_POOLINGS', 'SoftTokens', 'vocabulary_mix', 'PrefixCache', 'check_context', 'soft_states',
            'add_pause_tokens', 'pause_token', 'pool_steps', 'refine', 'refinement_regularizer', 'refinement_terms',
-           'Refinement', 'without_soft_tokens', 'sweep_steps', 'time_steps', 'plot_sweep']
+           'Refinement', 'without_soft_tokens', 'sweep_steps', 'time_steps']
 
 # %% ../nbs/28_refinement.ipynb #3fbe067e
 import math
@@ -378,24 +378,3 @@ def time_steps(
         model.encode(texts, progress=False, **asked)
         found[number] = min(found[number], clock() - start)
     return found
-
-# %% ../nbs/28_refinement.ipynb #9c60748b
-def plot_sweep(
-    sweeps: dict[str, list[dict[str, float]]],  # name → `sweep_steps` of a model
-    trained: int | None = None,  # number of steps in training, marked
-    axes=None,  # of matplotlib; None = a new figure
-):  # the axes
-    "nDCG@10 over the number of refinement steps, with the interval of its difference from step 1."
-    from matplotlib import pyplot
-
-    axes = axes or pyplot.subplots(figsize=(5, 3), layout="constrained")[1]
-    for name, rows in sweeps.items():
-        steps, first = [row["steps"] for row in rows], rows[0]["ndcg_at_10"] - rows[0]["gain"]
-        (line,) = axes.plot(steps, [row["ndcg_at_10"] for row in rows], marker="o", markersize=3, label=name)
-        low, high = ([first + row[end] for row in rows] for end in ("low", "high"))
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    if trained:
-        axes.axvline(trained, color="grey", linestyle=":", linewidth=1)
-    axes.set(xlabel="soft tokens (dotted: in training)" if trained else "soft tokens", ylabel="nDCG@10 (held-out queries)")
-    axes.legend(frameon=False)
-    return axes

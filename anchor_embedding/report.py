@@ -6,8 +6,8 @@
 __all__ = ['METRICS', 'LABELS', 'LOSSES', 'COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'MARKERS', 'DIRECTIONS', 'CSS',
            'read_metrics', 'read_report', 'results_table', 'heldout_queries', 'query_ndcg', 'compare_arms', 'headline',
            'scale', 'findings', 'style', 'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps',
-           'plot_early_stage', 'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'inline_svg', 'results_html',
-           'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
+           'plot_early_stage', 'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep', 'inline_svg',
+           'results_html', 'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
 
 # %% ../nbs/60_report.ipynb #683c3a4b
 import contextlib
@@ -441,6 +441,28 @@ def plot_anchor_gain(
         for axes in (gain, cosine):
             whole_steps(axes, "Stage I step")
             end_labels(axes, labels[axes])
+    return figure
+
+# %% ../nbs/60_report.ipynb #df57a057
+def plot_sweep(
+    sweeps: dict[str, list[dict]],  # name → rows of `refinement.sweep_steps`
+    trained: int | None = None,  # number of soft tokens in training, marked
+) -> Figure:
+    "nDCG@10 over the number of soft tokens."
+    with style():
+        figure, (axes,) = new_figure(height=3.0)
+        labels = []
+        for name, rows in sweeps.items():
+            steps, first = [row["steps"] for row in rows], rows[0]["ndcg_at_10"] - rows[0]["gain"]
+            ink = colour(name, sweeps)
+            axes.plot(steps, [row["ndcg_at_10"] for row in rows], color=ink, marker="o", markersize=3)
+            axes.fill_between(steps, *([first + row[end] for row in rows] for end in ("low", "high")), color=ink, alpha=0.15, linewidth=0)
+            labels.append((rows[-1]["ndcg_at_10"], name, ink, True))
+        if trained:
+            axes.axvline(trained, color=INK, linestyle=":", linewidth=1)
+        axes.set(ylabel=f"{METRICS['ndcg_at_10']} (held-out queries)")
+        whole_steps(axes, "soft tokens (dotted: in training)" if trained else "soft tokens")
+        end_labels(axes, labels)
     return figure
 
 # %% ../nbs/60_report.ipynb #ba9e3c01
