@@ -440,6 +440,8 @@ def mine_negatives(
     if corpus is not None and not any(text.strip() for text in extra):
         raise InputError(f"{corpus}: there is no text in this file; give further documents, or mine without a corpus")
     store, instructions = open_examples(source, on_bad_row, progress, say), instructions or Instructions.none()
+    if untold := sorted(name for name in store.rows if instructions.table and not any(instructions.for_example(name, 0))):
+        say(f"note: no instruction for {', '.join(untold)} in instructions = {instructions.source!r}")
     scorer_for, about = load_scorer(model, dtype)
     card = {"version": __version__, "source": str(source), "source_fingerprint": store.fingerprint} | about
     card |= {"instructions": instructions.source, "settings": asdict(settings), "corpus": corpus and str(corpus), "corpus_texts": len(extra)}
