@@ -171,7 +171,10 @@ def mine(args: argparse.Namespace) -> None:
     given = {"corpus": args.corpus, "instructions": find_instructions(args.instructions), "on_bad_row": args.on_bad_row, "dtype": args.dtype}
     mined = mine_negatives(args.source, args.out, args.model, settings, say=_say, **given)
     print(json.dumps(mined.card) if args.json else mined)
-    _say(f"train with: --set data={args.out} --set hard_negatives=N, N at most {args.num_negatives}")
+    if any(figures["negatives"] for figures in mined.card["datasets"].values()):
+        _say(f"train with: --set data={args.out} --set hard_negatives=N, N at most {args.num_negatives}")
+    else:
+        _say(f"{args.out}: no negative was found for any query; lower the margin, raise --range-max, or give more documents with --corpus")
 
 # %% ../nbs/70_cli.ipynb #f89cd116
 def evaluate(args: argparse.Namespace) -> None:
@@ -435,7 +438,7 @@ def _mine_command(commands) -> None:
     words.add_argument("--range-max", type=int, default=100, metavar="K", help="look no further than the K best (default: 100)")
     words.add_argument("--sampling", choices=("top", "random"), default="top", help="of what is left: the best, or any (default: top)")
     words.add_argument("--seed", type=int, default=42, help="of the random choice (default: 42)")
-    words.add_argument("--corpus", type=Path, metavar="FILE", help="further documents: JSONL with `text`, or a text a line")
+    words.add_argument("--corpus", type=Path, metavar="FILE", help="further documents: JSONL with `text` (and `title`), or a text a line")
     told = "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
     words.add_argument("--instructions", default="none", metavar="NAME", help=told)
     words.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="stop at a bad row, or leave it out")
@@ -487,7 +490,8 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: {stopped}")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        _say(f"anchor: interrupted; what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}")
+        kept = f"what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}"
+        _say(f"anchor: interrupted; {'nothing was written' if args.run in (encode, mine) else kept}")
         return 130
     return 0
 

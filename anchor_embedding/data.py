@@ -435,10 +435,12 @@ def read_examples(
 
 # %% ../nbs/05_data.ipynb #7fc93e7c
 def read_texts(
-    path: str | os.PathLike,  # .jsonl or .jsonl.gz with a `text` in each row; any other file: one text a line
+    path: str | os.PathLike,  # .jsonl or .jsonl.gz with a `text`, and perhaps a `title`, in each row; any other file: one text a line
 ) -> list[str]:
     "The texts of a file, in order. Raises `InputError` naming file, line and remedy."
     path = Path(path)
+    if path.suffix.lower() in (".csv", ".tsv", ".parquet", ".json"):
+        raise InputError(f"{path}: texts are read from .jsonl rows with a `text`, or a text a line, not from {path.suffix}; write such a file")
     try:
         if _suffix(path) not in (".jsonl", ".jsonl.gz"):
             return [clean(line) for line in path.read_text(encoding="utf-8-sig").split("\n")][: -1 if _ends_line(path) else None]
@@ -459,7 +461,7 @@ def _text_row(row, where):
         raise InputError(f"{where}: {row}")
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise InputError(f'{where}: a row must be an object with a text, like {{"text": "…"}}')
-    return clean(row["text"])
+    return _with_title(row, where) if row.get("title") else clean(row["text"])
 
 # %% ../nbs/05_data.ipynb #2e2f4ab5
 def fingerprint_line(example: Example) -> bytes:

@@ -10,6 +10,7 @@ __all__ = ['MiningSettings', 'score_limit', 'choose_negatives', 'text_key', 'Poo
 import gzip
 import hashlib
 import json
+import math
 import os
 import tempfile
 from array import array
@@ -57,9 +58,10 @@ class MiningSettings:
             raise InputError(f"{ranks} leave no room for {self.num_negatives} negatives; raise range_max or lower the others")
         if self.sampling not in ("top", "random"):
             raise InputError(f"sampling is {self.sampling!r}; give top or random")
-        for name in ("relative_margin", "absolute_margin"):
-            if (getattr(self, name) or 0) < 0:
-                raise InputError(f"{name} is {getattr(self, name)}; give a number of 0 or more")
+        for name, lowest in {"relative_margin": 0, "absolute_margin": 0, "max_score": -math.inf, "min_score": -math.inf}.items():
+            value = getattr(self, name)
+            if value is not None and not value >= lowest:  # nan is not
+                raise InputError(f"{name} is {value}; give a number{' of 0 or more' if lowest == 0 else ''}")
         if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
             raise InputError(f"min_score {self.min_score} is above max_score {self.max_score}; no score lies between them")
 
@@ -289,7 +291,7 @@ def find_candidates(
 def _mine_dataset(scorer, pool: Pool, settings: MiningSettings, folder: Path, bar) -> tuple[np.ndarray, dict]:
     "(queries, n) documents of the negatives, -1 where there is none, and the figures of a dataset."
     queries, numbers, tally = len(pool.queries[0]), np.arange(len(pool.documents[0])), _Tally(settings)
-    negatives = np.full((queries, settings.num_negatives), -1, np.int32)
+    negatives = np.full((queries, min(settings.num_negatives, len(numbers))), -1, np.int32)
 
     def parts():
         for start in range(0, len(numbers), 4096):
@@ -386,12 +388,14 @@ def load_scorer(
     return scorer, about
 
 # %% ../nbs/64_mining.ipynb #07bd0b15
-def _check_out(source: str | os.PathLike, out: Path) -> Path:
-    "`out`; raises `InputError` where it cannot be read as pairs, or would be read together with its source."
+def _check_out(source: str | os.PathLike, out: Path, corpus: str | os.PathLike | None) -> Path:
+    "`out`; raises `InputError` where it cannot be read as pairs, would be read together with its source, or would replace the corpus."
     if not out.name.lower().endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{out}: mined pairs are written as .jsonl or .jsonl.gz; name such a file")
     if Path(source).exists() and Path(source).resolve() in (out.resolve(), out.resolve().parent):
         raise InputError(f"{out}: this is where the pairs are read from; choose another place, or both would be read the next time")
+    if corpus is not None and Path(corpus).resolve() in (out.resolve(), card_path(out).resolve()):
+        raise InputError(f"{corpus}: the corpus would be replaced; choose another place for the mined pairs")
     return out
 
 
@@ -432,8 +436,12 @@ def mine_negatives(
     say: Callable[[str], None] = print,
 ) -> Mined:
     "Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`; nothing half-written is left."
-    out, extra = _check_out(source, Path(out)), [] if corpus is None else read_texts(corpus)
+    out, extra = _check_out(source, Path(out), corpus), [] if corpus is None else read_texts(corpus)
+    if corpus is not None and not any(text.strip() for text in extra):
+        raise InputError(f"{corpus}: there is no text in this file; give further documents, or mine without a corpus")
     store, instructions = open_examples(source, on_bad_row, progress, say), instructions or Instructions.none()
+    if untold := sorted(name for name in store.rows if instructions.table and not any(instructions.for_example(name, 0))):
+        say(f"note: no instruction for {', '.join(untold)} in instructions = {instructions.source!r}")
     scorer_for, about = load_scorer(model, dtype)
     card = {"version": __version__, "source": str(source), "source_fingerprint": store.fingerprint} | about
     card |= {"instructions": instructions.source, "settings": asdict(settings), "corpus": corpus and str(corpus), "corpus_texts": len(extra)}

@@ -7,6 +7,7 @@ __all__ = ['TEXTS', 'ANCHOR', 'WIDTH', 'paint', 'draw_padding', 'word', 'boxes',
            'decode_rows', 'draw_decode']
 
 # %% ../nbs/61_pictures.ipynb #61136031
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
@@ -47,10 +48,11 @@ def draw_padding(batch: PackedBatch) -> Picture:
 
 # %% ../nbs/61_pictures.ipynb #2437172a
 def word(token: int, tokenizer=None) -> str:
-    "A token as it is read; its number without a tokenizer. Spaces and line ends can be seen."
+    "A token as it is read; its number without a tokenizer. Spaces, line ends and what cannot be written in SVG can be seen."
     if tokenizer is None:
         return str(token)
-    return tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
+    read = tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
+    return re.sub("[\x00-\x1f\x7f\ufffe\uffff]", "�", read)
 
 
 def boxes(
@@ -140,7 +142,10 @@ def draw_decode(
     tokenizer=None,  # of transformers; None = tokens by number
     names: Sequence[str] | None = None,  # of the anchors; None = e0, e1, …
 ) -> Picture:
-    "What a decode pass reads and what it has to write, a row a text."
+    "What a decode pass reads and what it has to write, a row a text. Raises `InputError` for fewer names than anchors."
+    anchors = max(batch.of.tolist(), default=-1) + 1
+    if names is not None and len(names) < anchors:
+        raise InputError(f"{len(names)} names for {anchors} anchors; give each anchor a name, or none")
     shapes, y = "", 0.0
     for text, (row, anchor) in enumerate(zip(decode_rows(batch), batch.of.tolist(), strict=True)):
         name = names[anchor] if names else f"e{anchor}"

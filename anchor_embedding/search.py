@@ -46,11 +46,13 @@ def search_box(
     top: int = 5,
     instruction: str | None = None,  # of the queries, as in training
 ):  # a widget: the box, and below it what was found
-    "Encode the texts once, and search them with each query that is entered. Raises `InputError` without texts or ipywidgets."
+    "Encode the texts once, and search them with each query that is entered. Raises `InputError` without a list of texts or ipywidgets."
     try:
         import ipywidgets
     except ImportError:
         raise InputError("search_box needs ipywidgets; run: pip install ipywidgets, then load the notebook's page again") from None
+    if isinstance(texts, str):
+        raise InputError("expected a list of texts, but this is one string: put it into a list")
     texts = list(texts)
     if not texts:
         raise InputError("there are no texts to search; give search_box a list of at least one")

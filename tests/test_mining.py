@@ -225,9 +225,13 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
         (["--num-negatives", "0"], "num_negatives must be at least 1"),
         (["--range-min", "98"], "leave no room for 5 negatives"),
         (["--relative-margin", "-1"], "relative_margin is -1.0; give a number of 0 or more"),
+        (["--relative-margin", "nan"], "relative_margin is nan; give a number of 0 or more"),
         (["--model", "no-such-folder/model"], "no-such-folder/model"),
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
         (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),
+        (["--corpus", os.devnull], "there is no text in this file"),
+        (["--corpus", "documents.csv"], "a text a line, not from .csv"),
+        (["--corpus", "mined.jsonl"], "the corpus would be replaced"),
         (["--out", "pairs.tsv"], "written as .jsonl or .jsonl.gz"),
     ],
 )
@@ -254,3 +258,36 @@ def test_help_names_every_setting(capsys):
         main(["mine", "--help"])
     text = capsys.readouterr().out
     assert all("--" + name.replace("_", "-") in text for name in MiningSettings.__dataclass_fields__)
+
+
+def test_a_corpus_has_its_titles_as_the_positives_have(tmp_path):
+    """Without its title a positive would come back as the hardest negative of its own query."""
+    task = tmp_path / "ships"
+    (task / "qrels").mkdir(parents=True)
+    documents = [{"_id": "a", "title": "Anchor", "text": "holds the ship in deep water"}, {"_id": "s", "title": "Sail", "text": "drives the ship"}]
+    (task / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
+    (task / "queries.jsonl").write_text(json.dumps({"_id": "q", "text": "what holds the ship in deep water"}) + "\n")
+    (task / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
+    found = mine_negatives(task, tmp_path / "mined.jsonl", settings=MiningSettings(relative_margin=None), corpus=task / "corpus.jsonl", **QUIET)
+    assert [e.negatives for e in read_examples(found.out)] == [("Sail drives the ship",)]
+
+
+def test_more_negatives_than_documents(pairs, tmp_path):
+    settings = MiningSettings(num_negatives=10**12, range_max=10**12, relative_margin=None)
+    mined = mine_negatives(pairs, tmp_path / "all.jsonl", settings=settings, **QUIET)
+    assert max(len(example.negatives) for example in read_examples(mined.out)) < 240 and mined.card["datasets"]["numpy"]["negatives"] > 0
+
+
+def test_nothing_found_is_said(pairs, tmp_path, capsys):
+    assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl"), "--max-score", "-1"]) == 0
+    told = capsys.readouterr().err
+    assert "no negative was found for any query" in told and "train with" not in told
+
+
+def test_interrupted_says_that_nothing_was_written(pairs, tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anchor_embedding.mining.read_pool", interrupted)
+    assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err and not [*tmp_path.iterdir()]
