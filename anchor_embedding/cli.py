@@ -501,6 +501,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler, read when torch is imported; its marks are level 5
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")

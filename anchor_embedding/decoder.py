@@ -4,14 +4,20 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'repeated', 'check_echo',
-           'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory', 'load_tokenizer',
-           'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
+           'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory', 'free_memory',
+           'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen',
+           'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
 import ctypes
+import math
+import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +25,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .errors import InputError
-from .layers import fuse_lora, fuse_mlps, fuse_norms, split_frozen
+from .layers import fuse_lora, fuse_mlps, fuse_norms, fuse_with_liger, split_frozen
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
 
 # %% ../nbs/15_decoder.ipynb #98019e57
@@ -35,6 +41,7 @@ class CausalDecoder(nn.Module):
         self.model, self.compute_dtype = model, compute_dtype
         self.embedding_scale = 1.0  # factor the model itself puts on its input embeddings; measured by `probe`
         self.attention = "causal"  # of the encode pass; see `anchor_embedding.bidirectional.set_attention`
+        self.liger = 0  # modules that liger-kernel computes
 
     causal_lm = property(lambda self: self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
     head = property(lambda self: self.causal_lm.get_output_embeddings())  # the vocabulary head, (V, d)
@@ -283,6 +290,41 @@ def keep_freed_memory() -> bool:  # whether the C library can be told
     trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
     return bool(mallopt and mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
 
+# %% ../nbs/15_decoder.ipynb #921be31c
+def _numbers(path: Path) -> dict[str, int]:  # first word of a line → the number in it
+    "The numbers in a file of the kernel; none where there is no such file."
+    with suppress(OSError):
+        found = re.findall(r"^(?:([A-Za-z_()]+):?\s+)?(\d+)", path.read_text(), re.MULTILINE)
+        return {name: int(number) for name, number in found}
+    return {}
+
+
+def free_memory(
+    device: torch.device | str,
+    root: str | Path = "/",  # where `proc` and `sys` are
+) -> float:  # inf where the system does not tell
+    "Bytes that this process may still take on a device."
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = [1024 * _numbers(Path(root, "proc/meminfo")).get("MemAvailable", math.inf)]
+    lines = _lines(Path(root, "proc/self/cgroup"))
+    for limit, used, folder in (("memory.max", "memory.current", "sys/fs/cgroup"),
+                                ("memory.limit_in_bytes", "memory.usage_in_bytes", "sys/fs/cgroup/memory")):  # fmt: skip
+        groups = {"."} | {path.strip("/") for number, names, path in lines if (number == "0") == (limit == "memory.max")}
+        for group in (Path(root, folder, group) for group in groups):
+            most, taken = (_numbers(group / name).get("") for name in (limit, used))
+            cached = _numbers(group / "memory.stat").get("inactive_file", 0)  # files that can be forgotten
+            if most is not None and taken is not None:
+                free.append(most - taken + cached)
+    return max(0, min(free)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _lines(path: Path) -> list[list[str]]:
+    "A file of three words a line, divided by colons."
+    with suppress(OSError):
+        return [line.split(":", 2) for line in path.read_text().split()]
+    return []
+
 # %% ../nbs/15_decoder.ipynb #fa8373a1
 def load_tokenizer(
     name: str,  # folder or hub name
@@ -308,8 +350,6 @@ def load_decoder(
     compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
 ) -> CausalDecoder:
     "Load a causal LM with packed attention, probe it, merge an adapter if `name` is one. Raises `InputError`."
-    from pathlib import Path
-
     from transformers import AutoModelForCausalLM
 
     if (Path(name) / "adapter_config.json").exists():
@@ -326,6 +366,8 @@ def load_decoder(
     fuse_norms(model.get_decoder())
     fuse_mlps(model.get_decoder())
     decoder = CausalDecoder(model.to(device), compute_dtype).eval()
+    if torch.device(device).type == "cuda":
+        decoder.liger = fuse_with_liger(model)
     probe(decoder)
     return decoder
 

@@ -6,8 +6,9 @@
 __all__ = ['FAMILIES', 'UNUSED', 'MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'ModelShape',
            'count_parameters', 'known_shapes', 'shape_from_config', 'find_shape', 'lora_maps', 'trained_parameters',
            'PairTokens', 'measured_lengths', 'lengths_at_hand', 'pair_tokens', 'step_flops', 'layer_bytes',
-           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'remedy', 'Plan', 'disk_bytes', 'verdicts',
-           'plan_title', 'plan_rows', 'plan_text', 'plan_html', 'plan_dict', 'PipelinePlan', 'find_gpu', 'plan']
+           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget', 'decide',
+           'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_html', 'plan_dict',
+           'PipelinePlan', 'told_choice', 'find_gpu', 'plan']
 
 # %% ../nbs/42_plan.ipynb #7e4673a4
 import html
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from .errors import InputError
 from .files import cache_folder
-from .recipe import Pipeline, Recipe, closest, load_recipe, shipped_recipes
+from .recipe import AUTOMATIC, Pipeline, Recipe, closest, load_recipe, shipped_recipes
 
 # %% ../nbs/42_plan.ipynb #1ba57569
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +364,45 @@ def memory(
         "logits": 16 * chunk * (recipe.objective != "contrastive"),
     }
 
+# %% ../nbs/42_plan.ipynb #8eba4e55
+def longest_row(recipe: Recipe) -> int:
+    "Tokens of a query, its document and its hard negatives, all of them as long as they may be."
+    return recipe.max_length * (2 + (recipe.hard_negatives or 0))
+
+
+def largest_budget(
+    recipe: Recipe,  # all numbers given
+    shape: ModelShape,
+    tokens: PairTokens,
+    limit: float,    # bytes that may be used
+    processes: int = 1,
+) -> int:  # encode tokens of a micro-batch; below 0 where not even the weights fit
+    "The largest `token_budget` with which a step stays within a limit."
+    parts = memory(recipe.replace(token_budget=2**30), shape, tokens, processes)  # the chunk of logits is full
+    each = activation_bytes(recipe, shape, 1) * tokens.total / sum(tokens.encoded)
+    return math.floor((limit - sum(parts.values()) + parts["activations"]) / each)
+
+
+def decide(
+    recipe: Recipe,
+    shape: ModelShape,
+    limit: float,           # bytes that may be used on each device, weights included
+    processes: int = 1,
+    most: float = math.inf, # tokens beyond which a larger budget is not wanted
+) -> Recipe:  # without "auto"
+    "A recipe with what it leaves to the machine chosen for so much memory; what it says stays as it is."
+    row, tokens = longest_row(recipe), pair_tokens(recipe)
+    asked = {key: getattr(recipe, key) for key in AUTOMATIC}
+    plain = recipe.replace(token_budget=row if asked["token_budget"] == "auto" else asked["token_budget"], activation_checkpointing=False)
+    again = asked["activation_checkpointing"]
+    if again == "auto":
+        again = sum(memory(plain, shape, tokens, processes).values()) > limit
+    chosen = plain.replace(activation_checkpointing=again)
+    if asked["token_budget"] != "auto":
+        return chosen
+    budget = min(largest_budget(chosen, shape, tokens, limit, processes), most) // 1000 * 1000
+    return chosen.replace(token_budget=int(max(row, min(budget, row * (recipe.batch_size // processes)))))
+
 # %% ../nbs/42_plan.ipynb #fbe7cbe6
 GPUS = {  # kind → (dense bfloat16 operations a second, bytes of memory)
     "A100-80GB": (312e12, 80e9), "H100-80GB": (989e12, 80e9), "H200-141GB": (989e12, 141e9),
@@ -400,6 +440,7 @@ class Plan:
     gpus: tuple[str, ...]     # keys of `GPUS`
     tokens: PairTokens        # of one pair
     lengths: str = "assumed"  # where these are from: "assumed", "given", or "of the data"
+    chosen: str = ""          # what the recipe leaves to the machine, in words
 
     @property
     def flops(self) -> dict[str, float]:  # part → operations
@@ -480,6 +521,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:  # question → answer
         "a pair": f"mean tokens ({plan.lengths}): {lengths}; {tokens.total:.0f} in all passes",
         "tokens": f"{_short(step)} a step of {recipe.batch_size} pairs, {_short(step * recipe.steps)} in {recipe.steps:,} steps",
         "operations": f"{_short(flops)}FLOP a step, {_short(flops * recipe.steps)}FLOP in all",
+        **({"chosen": plan.chosen} if plan.chosen else {}),
         "memory, GB": f"{sum(parts.values()) / 1e9:.1f} a GPU: " + ", ".join(gigabytes.values()),
         "hours": ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in plan.hours.items()) + f" (estimate: {share} % of peak)",
         "disk, GB": f"{disk['all'] / 1e9:.1f}: result {disk['result'] / 1e9:.1f}, a checkpoint {disk['checkpoint'] / 1e9:.1f}",
@@ -504,7 +546,8 @@ def plan_dict(plan: Plan) -> dict:
     return {
         "recipe": plan.recipe.name, "processes": plan.processes, "shape": asdict(plan.shape), "shape_source": plan.source,
         "parameters": count_parameters(plan.shape), "trained_parameters": trained_parameters(plan.recipe, plan.shape),
-        "tokens_per_pair": asdict(plan.tokens), "lengths": plan.lengths, "tokens_per_step": plan.recipe.batch_size * plan.tokens.total,
+        "tokens_per_pair": asdict(plan.tokens), "lengths": plan.lengths, "token_budget": plan.recipe.token_budget,
+        "activation_checkpointing": plan.recipe.activation_checkpointing, "tokens_per_step": plan.recipe.batch_size * plan.tokens.total,
         "steps": plan.recipe.steps, "flops_per_step": plan.flops, "memory": plan.memory, "memory_total": sum(plan.memory.values()),
         "disk": disk_bytes(plan), "hours": plan.hours, "verdicts": {f"{size / 1e9:.0f} GB": words for size, words in verdicts(plan).items()},
     }
@@ -541,6 +584,19 @@ class PipelinePlan:
         return f"{tables}<p>{html.escape(self.name)}, hours of all runs: {self.total()}</p>"
 
 # %% ../nbs/42_plan.ipynb #d9f783ae
+def told_choice(asked: Recipe, made: Recipe) -> str:
+    "In words: what was chosen for a recipe, or nothing."
+    return ", ".join(f"{key} {json.dumps(getattr(made, key))}" for key in AUTOMATIC if getattr(asked, key) == "auto")
+
+
+def _chosen(recipe, shape, processes, gpus):
+    "A recipe decided for the smallest of some GPUs, and what was chosen in words."
+    size = min(GPUS[gpu][1] for gpu in gpus)
+    made = decide(recipe, shape, (1 - FREE) * size, processes)
+    words = told_choice(recipe, made)
+    return made, words and f"{words} for {size / 1e9:.0f} GB"
+
+# %% ../nbs/42_plan.ipynb #335fdd2a
 def find_gpu(
     name: str,  # or how it begins, where that is enough
 ) -> str:
@@ -572,4 +628,5 @@ def plan(
     found, source = (shape, recipe.base) if shape else find_shape(recipe.base)
     measured = lengths_at_hand(recipe) if measure and not mean_lengths else None
     origin = "given" if mean_lengths else "of the data" if measured else "assumed"
-    return Plan(recipe, found, source, processes, tuple(gpus), pair_tokens(recipe, mean_lengths or measured), origin)
+    recipe, chosen = _chosen(recipe, found, processes, gpus)
+    return Plan(recipe, found, source, processes, tuple(gpus), pair_tokens(recipe, mean_lengths or measured), origin, chosen)

@@ -285,6 +285,25 @@ def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
     Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")
 
 
+@pytest.mark.parametrize(("chosen", "quiet"), [(None, True), ("3", False)])
+def test_the_profiler_is_quiet_unless_it_is_asked_to_speak(chosen, quiet):
+    code = """
+import os, sys
+from anchor_embedding import cli
+assert "torch" not in sys.modules, "the level is read when torch is imported"
+cli.main(["recipes", "quickstart"])
+print(os.environ["KINETO_LOG_LEVEL"])
+import torch
+with torch.profiler.profile():
+    torch.ones(2).sum()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    environment |= {"KINETO_LOG_LEVEL": chosen} if chosen else {}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == (chosen or "6"), done.stderr
+    assert done.stderr.strip() == "" or not quiet, done.stderr
+
+
 def test_a_reader_that_closes_early_ends_a_command_quietly():
     code = "import sys; from anchor_embedding.cli import main; sys.exit(main(['recipes']))"
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

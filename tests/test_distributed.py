@@ -165,3 +165,33 @@ def test_lower_precision_noise_and_recomputation(folder):
         assert all(first[key].equal(second[key]) and first[key].isfinite().all() for key in first)
     losses = [json.loads((folder / f"quiet-{kind}" / "rank0.json").read_text()) for kind in ("alone", "none", "fsdp")]
     assert losses[1] == pytest.approx(losses[0], rel=2e-3) and losses[2] == pytest.approx(losses[0], rel=2e-3)
+
+
+CHOICE = """
+import os, sys
+from unittest import mock
+from anchor_embedding import training
+from anchor_embedding.data import Example
+from anchor_embedding.processes import end_process
+from anchor_embedding.recipe import from_toml
+
+rank = int(os.environ["RANK"])
+pairs = [Example(f"query {i}", f"document {i} of them", (), "pairs") for i in range(16)]
+with mock.patch.object(training, "free_memory", lambda device: (8e9, 1e6)[rank]):
+    run = training.Training(from_toml(open(sys.argv[1]).read()), sys.argv[2], pairs, say=lambda text: None)
+open(f"{sys.argv[2]}/chosen{rank}", "w").write(f"{run.objective.token_budget} {run.card['activation_checkpointing']}")
+end_process(0)
+"""
+
+
+def test_all_processes_take_the_choice_of_the_one_with_least_memory(folder, tmp_path):
+    """What a recipe leaves to the machine is chosen alike, though one process could take more."""
+    automatic = {"activation_checkpointing": "auto", "token_budget": "auto"}
+    (tmp_path / "recipe.toml").write_text(recipe_of(folder, "contrastive", "tied", "lora", "whole", **automatic).to_toml())
+    (tmp_path / "choice.py").write_text(CHOICE)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "choice.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [sys.executable, *map(str, [*launch, tmp_path / "recipe.toml", tmp_path / "run"])]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert [(tmp_path / "run" / f"chosen{rank}").read_text() for rank in (0, 1)] == ["120 True"] * 2  # the longest row
