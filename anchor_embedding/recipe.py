@@ -334,8 +334,8 @@ def settle(
         elif values[key] is not None:
             raise InputError(f"`{key}` belongs to {owners(key)}; this recipe is '{values[above]}': leave it out")
     released = values["as_released"] and not values["micro_batch_size"] and values["token_budget"] == "auto"
-    message = "`token_budget` = 'auto': with `as_released = true` the loss depends on it; give a number, or `micro_batch_size`"
-    for wrong, message in ((released, message), *_conflicts(values)):
+    budget = "`token_budget` = 'auto': with `as_released = true` the loss depends on it; give a number, or `micro_batch_size`"
+    for wrong, message in ((released, budget), *_conflicts(values)):
         if wrong:
             raise InputError(message)
     return values
