@@ -531,7 +531,8 @@ def stage1(request: Request) -> dict[str, Contest]:
     if "textbook" in request.against:
         micro = default(TEXTBOOK_PAIRS, request.device)
         peer = Textbook(recipe, engine.tokenizer, request.compute, request.device, micro)
-        settings = {"micro_batch": min(micro, len(pairs)), "released_micro_batch": TEXTBOOK_PAIRS["cuda"], "attention": "sdpa", "passes": 4, "padding": "longest of a random micro-batch"}
+        sizes = {"micro_batch": min(micro, len(pairs)), "released_micro_batch": TEXTBOOK_PAIRS["cuda"]}
+        settings = sizes | {"attention": "sdpa", "passes": 4, "padding": "longest of a random micro-batch"}
         sides.append(Side("textbook", settings, peer.run))
     return {"stage1": _training_contest(request, engine, pairs, sides)}
 
