@@ -459,6 +459,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder._numbers': ('decoder.html#_numbers', 'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder._one_line': ('decoder.html#_one_line', 'anchor_embedding/decoder.py'),
+                                          'anchor_embedding.decoder._refuse_file': ( 'decoder.html#_refuse_file',
+                                                                                     'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder._weighted_mean': ( 'decoder.html#_weighted_mean',
                                                                                        'anchor_embedding/decoder.py'),
                                           'anchor_embedding.decoder.add_lora': ('decoder.html#add_lora', 'anchor_embedding/decoder.py'),

@@ -54,7 +54,14 @@ from .smollm2 import resolve_base
 from .store import open_examples
 from .testing import tiny_model, tiny_tokenizer
 from .text import TextTokenizer, TokenizedText
-from .training import device_name, fit_to_device, make_objective, make_optimizer, prepare_embedder, update_weights
+from anchor_embedding.training import (
+    device_name,
+    fit_to_device,
+    make_objective,
+    make_optimizer,
+    prepare_embedder,
+    update_weights,
+)
 
 # %% ../nbs/59_bench.ipynb #a955be24
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

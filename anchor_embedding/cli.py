@@ -495,7 +495,7 @@ def _run(args: argparse.Namespace) -> int:
         return 130
     return 0
 
-
+# %% ../nbs/70_cli.ipynb #80a39865
 def _quiet_libraries() -> None:
     "Other libraries' notices stay out of the way, unless the user has asked for them; ours are one line."
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -332,10 +332,22 @@ def load_tokenizer(
     "The tokenizer of a model; raises `InputError`."
     from transformers import AutoTokenizer
 
+    _refuse_file(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no tokenizer at {str(name)!r}: {_one_line(error)}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # what transformers makes up for some models
+        raise InputError(f"no tokenizer at {str(name)!r}: its files are missing; copy them from the model it was trained from")
+    return tokenizer
+
+
+def _refuse_file(name) -> None:
+    "A model is a folder or a name."
+    from pathlib import Path
+
+    if Path(name).is_file():
+        raise InputError(f"{name} is a file; give the folder of a model, or a name on the hub")
 
 
 def _one_line(error: Exception) -> str:
@@ -352,6 +364,7 @@ def load_decoder(
     "Load a causal LM with packed attention, probe it, merge an adapter if `name` is one. Raises `InputError`."
     from transformers import AutoModelForCausalLM
 
+    _refuse_file(name)
     if (Path(name) / "adapter_config.json").exists():
         return _load_adapter(name, dtype, device, compute_dtype)
     try:

@@ -309,8 +309,6 @@ def _conflicts(v):
                                  "raise it, or give 0 for the same as `steps`")
     yield micro and not v["as_released"], (f"`micro_batch_size` = {micro}: only `as_released = true` averages over micro-batches; "
                                            "otherwise `token_budget` splits the batch and changes no result: leave it out")
-    yield v["as_released"] and not micro and v["token_budget"] == "auto", (
-        "`token_budget` = 'auto': with `as_released = true` the loss depends on it; give a number, or `micro_batch_size`")
     yield v["as_released"] and (v["predict_eos"] or v["decode_header"]), (
         "`as_released = true` scores what the released code scores: leave `predict_eos` and `decode_header` out")
     extra = [key for key, default in OBJECTIVES["reconstruction"].items() if key in _EXTRA and v[key] not in (None, default)]
@@ -325,7 +323,7 @@ def _conflicts(v):
     for key, part in {"micro_batch_size": micro, "negatives_pool": pool}.items():
         yield part and size % part, f"`{key}` = {part}: must divide `batch_size` = {size}"
 
-
+# %% ../nbs/40_recipe.ipynb #131847ce
 def settle(
     values: dict,  # every setting → value or None
 ) -> dict:  # the same, with the defaults of what belongs to its objective and tuning
@@ -336,7 +334,9 @@ def settle(
             values[key] = defaults[values[above]] if values[key] is None else values[key]
         elif values[key] is not None:
             raise InputError(f"`{key}` belongs to {owners(key)}; this recipe is '{values[above]}': leave it out")
-    for wrong, message in _conflicts(values):
+    released = values["as_released"] and not values["micro_batch_size"] and values["token_budget"] == "auto"
+    budget = "`token_budget` = 'auto': with `as_released = true` the loss depends on it; give a number, or `micro_batch_size`"
+    for wrong, message in ((released, budget), *_conflicts(values)):
         if wrong:
             raise InputError(message)
     return values

@@ -283,7 +283,7 @@ def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
 
 # %% ../nbs/45_training.ipynb #e94c0543
 USABLE = {"cuda": 1 - FREE, "cpu": 0.4}  # share of the free memory that a plan may fill
-CPU_BUDGET = 8192                        # tokens; a larger micro-batch makes a CPU no faster
+CPU_BUDGET = 8192                        # tokens, the largest that was measured on a CPU
 
 
 def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape:
