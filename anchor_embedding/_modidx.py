@@ -1047,7 +1047,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'anchor_embedding.plan.pair_tokens': ('plan.html#pair_tokens', 'anchor_embedding/plan.py'),
                                        'anchor_embedding.plan.plan': ('plan.html#plan', 'anchor_embedding/plan.py'),
                                        'anchor_embedding.plan.plan_dict': ('plan.html#plan_dict', 'anchor_embedding/plan.py'),
-                                       'anchor_embedding.plan.plan_html': ('plan.html#plan_html', 'anchor_embedding/plan.py'),
                                        'anchor_embedding.plan.plan_rows': ('plan.html#plan_rows', 'anchor_embedding/plan.py'),
                                        'anchor_embedding.plan.plan_text': ('plan.html#plan_text', 'anchor_embedding/plan.py'),
                                        'anchor_embedding.plan.plan_title': ('plan.html#plan_title', 'anchor_embedding/plan.py'),

@@ -7,7 +7,7 @@ __all__ = ['FAMILIES', 'UNUSED', 'MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_
            'count_parameters', 'known_shapes', 'shape_from_config', 'find_shape', 'lora_maps', 'trained_parameters',
            'PairTokens', 'measured_lengths', 'lengths_at_hand', 'pair_tokens', 'step_flops', 'layer_bytes',
            'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget', 'decide',
-           'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_html', 'plan_dict',
+           'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict',
            'PipelinePlan', 'told_choice', 'find_gpu', 'plan']
 
 # %% ../nbs/42_plan.ipynb #7e4673a4
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from .display import facts_html
 from .errors import InputError
 from .files import cache_folder
 from .recipe import AUTOMATIC, Pipeline, Recipe, closest, load_recipe, shipped_recipes
@@ -468,7 +469,7 @@ class Plan:
     __repr__ = __str__
 
     def _repr_html_(self):
-        return plan_html(plan_title(self), plan_rows(self))
+        return facts_html(plan_title(self), plan_rows(self))
 
 # %% ../nbs/42_plan.ipynb #e797898c
 def disk_bytes(plan: Plan) -> dict[str, float]:  # "checkpoint", "result", "all"
@@ -534,13 +535,6 @@ def plan_text(title: str, rows: Mapping[str, str]) -> str:
     return "\n".join([f"Plan {title}", *(f"  {name:<11}{value}" for name, value in rows.items())])
 
 
-def plan_html(title: str, rows: Mapping[str, str]) -> str:
-    "A plan for a notebook."
-    left = "style='text-align:left'"
-    cells = "".join(f"<tr><th {left}>{name}</th><td {left}>{html.escape(value)}</td></tr>" for name, value in rows.items())
-    return f"<table><caption {left}>{html.escape(title)}</caption>{cells}</table>"
-
-
 def plan_dict(plan: Plan) -> dict:
     "A plan as plain numbers."
     return {
@@ -580,7 +574,7 @@ class PipelinePlan:
     __repr__ = __str__
 
     def _repr_html_(self):
-        tables = "".join(plan_html(f"{name}: {plan_title(run)}", plan_rows(run)) for name, run in self.runs.items())
+        tables = "".join(facts_html(f"{name}: {plan_title(run)}", plan_rows(run)) for name, run in self.runs.items())
         return f"{tables}<p>{html.escape(self.name)}, hours of all runs: {self.total()}</p>"
 
 # %% ../nbs/42_plan.ipynb #d9f783ae
