@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['BLOCK_ROWS', 'BLOCK_SCORES', 'ATTENTION', 'PackedBatch', 'pack', 'token_budget_batches', 'sdpa_per_sequence',
-           'length_groups', 'GroupedAttention', 'grouped_attention', 'attention_kernel', 'masked_attention',
-           'packed_attention', 'packed_forward', 'masked_forward']
+           'length_groups', 'exact_products', 'GroupedAttention', 'grouped_attention', 'attention_kernel',
+           'masked_attention', 'packed_attention', 'packed_forward', 'masked_forward']
 
 # %% ../nbs/10_packing.ipynb #2e746d63
 import inspect
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
@@ -147,107 +148,124 @@ class _Group:
     "n texts of a row, filled up to L tokens."
 
     read: torch.Tensor  # (n, L) int64, which token of the row stands there
-    write: torch.Tensor  # (n, L) int64, the same, and T where a text is filled up
-    filled: torch.Tensor | None  # (n, L) bool, where that is; None = nowhere
+    lines: slice  # its n * L lines among those of all groups
+    filled: torch.Tensor | None  # (n, L) bool, where a text is filled up; None = nowhere
 
 
 @lru_cache(maxsize=8)
-def _groups(lengths: tuple[int, ...], heads: int, device: torch.device) -> list[_Group]:
+def _groups(
+    lengths: tuple[int, ...], heads: int, device: torch.device
+) -> tuple[list[_Group], torch.Tensor, int]:  # groups, (T,) the line of every token, how many lines
     "The tables of a batch: made once, used by every layer, forward and backward."
     starts, size = [0, *accumulate(lengths)], torch.tensor(lengths)
-    found = []
+    found, line, lines = [], torch.empty(starts[-1], dtype=torch.int64), 0
     for texts in length_groups(lengths, heads):
         start, length = torch.tensor([starts[i] for i in texts])[:, None], size[texts][:, None]
         place = torch.arange(lengths[texts[0]])
-        filled = place >= length
-        read = start + place.minimum(length - 1)
-        tables = read, read.masked_fill(filled, starts[-1]), filled if filled.any() else None
-        found.append(_Group(*(table if table is None else table.to(device) for table in tables)))
-    return found
+        filled, own = place >= length, slice(lines, lines := lines + len(texts) * len(place))
+        line[(start + place)[~filled]] = torch.arange(own.start, own.stop).view(filled.shape)[~filled]
+        tables = start + place.minimum(length - 1), own, filled.to(device) if filled.any() else None
+        found.append(_Group(tables[0].to(device), *tables[1:]))
+    return found, line.to(device), lines
 
 # %% ../nbs/10_packing.ipynb #91699690
+@contextmanager
+def exact_products(
+    dtype: torch.dtype,  # of the numbers, before they were made float32
+):
+    "Context in which float32 products are as exact as these numbers need, and no more."
+    own, precise = torch.backends.mkldnn.matmul, torch.backends.mkldnn.matmul.fp32_precision
+    own.fp32_precision = "bf16" if dtype == torch.bfloat16 else precise
+    try:
+        yield
+    finally:
+        own.fp32_precision = precise
+
+
 def _blocks(length: int, window: int | None):
     "(first row, row behind the last, first key) of the blocks of a text."
     for row in range(0, length, BLOCK_ROWS):
         yield row, min(row + BLOCK_ROWS, length), 0 if window is None else max(0, row - window + 1)
 
+# %% ../nbs/10_packing.ipynb #155114d8
+def _heads_apart(x: torch.Tensor, rows: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    "(n * H_kv, L * G, D): tokens `rows` (n, L) of a row (T, H, D); the G = H / H_kv heads that share a key one under the other."
+    (n, length), size = rows.shape, x.shape[-1]
+    x = x.index_select(0, rows.flatten()).view(n, length, kv_heads, -1).transpose(1, 2)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).view(n * kv_heads, -1, size)
 
-def _heads_apart(x: torch.Tensor, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    "(n * H_kv, H / H_kv * L, D): tokens `rows` (n, L) of a row (T, H, D), heads that share a key one under the other."
-    n, length, (heads, size) = *rows.shape, x.shape[1:]
-    x = x.index_select(0, rows.flatten()).view(n, length, kv_heads, heads // kv_heads, size)
-    return x.permute(0, 2, 3, 1, 4).reshape(n * kv_heads, -1, size)
+
+def _put(out: torch.Tensor, group: _Group, start: int, stop: int, x: torch.Tensor) -> None:
+    "Write heads that are apart, (n * H_kv, (stop - start) * G, D), to their lines (n * L, H, D) of `out`."
+    n, length = group.read.shape
+    kv_heads, size = len(x) // n, x.shape[-1]
+    place = out[group.lines].view(n, length, kv_heads, -1, size)[:, start:stop]
+    place.copy_(x.view(n, kv_heads, stop - start, -1, size).transpose(1, 2))
+
+# %% ../nbs/10_packing.ipynb #396e58d5
+@lru_cache(maxsize=64)
+def _bias(rows: int, keys: int, window: int | None, heads: int, device) -> torch.Tensor:
+    "(rows * heads, keys) float32: minus infinity where a query must not see a key."
+    hidden = _hidden(rows, keys, window, device).repeat_interleave(heads, 0)
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def _heads_together(x: torch.Tensor, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    "(n * L, H, D): `_heads_apart` undone."
-    n, length = rows.shape
-    x = x.view(n, kv_heads, -1, length, x.shape[-1])
-    return x.permute(0, 3, 1, 2, 4).reshape(n * length, -1, x.shape[-1])
-
-# %% ../nbs/10_packing.ipynb #3d13e8bc
 def _probabilities(query, key, scale: float, window: int | None, rows: int) -> torch.Tensor:
-    "(b, G * rows, keys) float32: softmax of the scores of queries (b, G * rows, D) and keys (b, keys, D)."
-    scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
+    "(b, rows * G, keys) float32: softmax of the scores of queries (b, rows * G, D) and keys (b, keys, D), both float32."
+    scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
     unsure = rows if window is None else key.shape[1]  # earlier keys are seen by all
-    scores.view(-1, rows, key.shape[1])[..., -unsure:].masked_fill_(_hidden(rows, unsure, window, key.device), -torch.inf)
+    scores[..., -unsure:] += _bias(rows, unsure, window, query.shape[1] // rows, query.device)
     return scores.softmax(-1)
 
+# %% ../nbs/10_packing.ipynb #4d0ec9b6
+def _group_gradients(group: _Group, tensors, gradient, out, scale, window) -> None:
+    "Write dQ, dK and dV of a group to their lines of `out`."
+    (query, key, value), dtype, heads = tensors, tensors[2].dtype, tensors[1].shape[1]
+    q, k, v, do = (_heads_apart(x, group.read, heads, torch.float32) for x in (query, key, value, gradient))
+    if group.filled is not None:
+        do.view(len(group.read), heads, group.read.shape[1], -1).masked_fill_(group.filled[:, None, :, None], 0)
+    low_q, low_k, low_do = (x.to(dtype) for x in (q, k, do))
+    dk, dv, each = torch.zeros_like(k), torch.zeros_like(v), q.shape[1] // k.shape[1]
+    for start, stop, first in _blocks(k.shape[1], window):
+        rows, seen = slice(start * each, stop * each), slice(first, stop)
+        p = _probabilities(q[:, rows], k[:, seen], scale, window, stop - start)
+        dp = torch.bmm(do[:, rows], v[:, seen].transpose(1, 2))
+        ds = torch.ops.aten._softmax_backward_data(dp, p, -1, torch.float32).mul_(scale).to(dtype)
+        dv[:, seen] += torch.bmm(p.to(dtype).transpose(1, 2), low_do[:, rows])
+        dk[:, seen] += torch.bmm(ds.transpose(1, 2), low_q[:, rows])
+        _put(out[0], group, start, stop, torch.bmm(ds, low_k[:, seen]))
+    for lines, whole in zip(out[1:], (dk, dv), strict=True):
+        _put(lines, group, 0, k.shape[1], whole)
 
-def _block_gradients(query, key, value, gradient, scale, window, rows):
-    "dQ, dK, dV of a block of query rows."
-    p = _probabilities(query, key, scale, window, rows)
-    dp = torch.bmm(gradient.float(), value.float().transpose(1, 2))  # the softmax takes differences of these
-    ds = torch.ops.aten._softmax_backward_data(dp, p, -1, torch.float32).mul_(scale).to(query.dtype)
-    dv = torch.bmm(p.to(value.dtype).transpose(1, 2), gradient)
-    return torch.bmm(ds, key), torch.bmm(ds.transpose(1, 2), query), dv
-
-
-def _group_gradients(group: _Group, query, key, value, gradient, scale, window):
-    "Yields dQ of the blocks of a group, then dK and dV; each with the rows where it belongs."
-    heads, length = key.shape[1], group.read.shape[1]
-    k, v = (_heads_apart(x, group.read, heads) for x in (key, value))
-    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    for start, stop, first in _blocks(length, window):
-        q, do = (_heads_apart(x, group.read[:, start:stop], heads) for x in (query, gradient))
-        if group.filled is not None:
-            blind = group.filled[:, None, None, start:stop, None]
-            do.view(len(blind), heads, -1, stop - start, do.shape[-1]).masked_fill_(blind, 0)
-        seen = slice(first, stop)
-        dq, *of_keys = _block_gradients(q, k[:, seen], v[:, seen], do, scale, window, stop - start)
-        for whole, part in zip((dk, dv), of_keys, strict=True):
-            whole[:, seen] += part
-        yield 0, group.write[:, start:stop], dq
-    yield 1, group.write, dk.to(key.dtype)
-    yield 2, group.write, dv.to(value.dtype)
-
-# %% ../nbs/10_packing.ipynb #155114d8
+# %% ../nbs/10_packing.ipynb #770e0902
 class GroupedAttention(torch.autograd.Function):
     "Causal attention of every text over itself, texts of nearly equal length at a time."
 
     @staticmethod
     def forward(ctx, query, key, value, lengths, scale, window):  # (T, H, D), (T, H_kv, D), (T, H_kv, D) -> (T, H, D)
         ctx.save_for_backward(query, key, value)
-        ctx.settings, heads = (lengths, scale, window), key.shape[1]
-        out = query.new_empty(len(query) + 1, *query.shape[1:])
-        for group in _groups(lengths, query.shape[1], query.device):
-            k, v = (_heads_apart(x, group.read, heads) for x in (key, value))
-            for start, stop, first in _blocks(group.read.shape[1], window):
-                q = _heads_apart(query, group.read[:, start:stop], heads)
-                p = _probabilities(q, k[:, first:stop], scale, window, stop - start).to(v.dtype)
-                mix = torch.bmm(p, v[:, first:stop]) / p.sum(-1, keepdim=True, dtype=torch.float32)  # rounded, they do not add up to 1
-                rows = group.write[:, start:stop]
-                out.index_copy_(0, rows.flatten(), _heads_together(mix.to(v.dtype), rows, heads))
-        return out[:-1]
+        ctx.settings, heads, each = (lengths, scale, window), key.shape[1], query.shape[1] // key.shape[1]
+        groups, line, lines = _groups(lengths, query.shape[1], query.device)
+        out = query.new_empty(lines, *query.shape[1:])
+        with exact_products(query.dtype):
+            for group in groups:
+                q, k = (_heads_apart(x, group.read, heads, torch.float32) for x in (query, key))
+                v = _heads_apart(value, group.read, heads, value.dtype)
+                for start, stop, first in _blocks(k.shape[1], window):
+                    p = _probabilities(q[:, start * each : stop * each], k[:, first:stop], scale, window, stop - start).to(v.dtype)
+                    mix = torch.bmm(p, v[:, first:stop]) / p.sum(-1, keepdim=True, dtype=torch.float32)  # rounded, they do not add up to 1
+                    _put(out, group, start, stop, mix)
+        return out.index_select(0, line)
 
     @staticmethod
     def backward(ctx, gradient):
-        (query, key, value), (lengths, scale, window) = ctx.saved_tensors, ctx.settings
-        out = [x.new_empty(len(x) + 1, *x.shape[1:]) for x in (query, key, value)]
-        for group in _groups(lengths, query.shape[1], query.device):
-            for which, rows, part in _group_gradients(group, query, key, value, gradient, scale, window):
-                out[which].index_copy_(0, rows.flatten(), _heads_together(part, rows, key.shape[1]))
-        return *(x[:-1] for x in out), None, None, None
+        tensors, (lengths, scale, window) = ctx.saved_tensors, ctx.settings
+        groups, line, lines = _groups(lengths, tensors[0].shape[1], gradient.device)
+        out = [x.new_empty(lines, *x.shape[1:]) for x in tensors]
+        with exact_products(gradient.dtype):
+            for group in groups:
+                _group_gradients(group, tensors, gradient, out, scale, window)
+        return *(x.index_select(0, line) for x in out), None, None, None
 
 # %% ../nbs/10_packing.ipynb #4a428f3b
 def grouped_attention(
