@@ -29,14 +29,14 @@ def rivals_of_pairs(
     pools: torch.Tensor,  # (n,) int64, the pool each text competes in
     num_pairs: int,  # B
     mask_same_text: bool = False,  # a text equal to one of the pair's own two is no rival
-) -> torch.Tensor:  # (B, n) bool
+    part: torch.Tensor | None = None,  # (b,) int64, which pairs; None = all
+) -> torch.Tensor:  # (b, n) bool
     "Which texts may stand against the positive of each pair."
-    rows = torch.arange(num_pairs, device=keys.device)
-    rivals = pools[:num_pairs, None] == pools
-    rivals[rows, rows] = rivals[rows, num_pairs + rows] = False
-    if mask_same_text:
-        own = keys[: 2 * num_pairs].view(2, num_pairs, 1)
-        rivals &= ~(own == keys).any(0)
+    part = torch.arange(num_pairs, device=keys.device) if part is None else part
+    rivals, row = pools[part, None] == pools, torch.arange(len(part), device=keys.device)
+    rivals[row, part] = rivals[row, num_pairs + part] = False
+    for own in (keys[part], keys[num_pairs + part]) if mask_same_text else ():
+        rivals &= own[:, None] != keys
     return rivals
 
 # %% ../nbs/25_contrastive.ipynb #a8b4e433
@@ -65,13 +65,13 @@ def softmax_loss(
 def loss_of_pairs(
     objective: "ContrastiveLoss",
     unit: torch.Tensor,  # (n, d) of length 1
-    rivals: torch.Tensor,  # (B, n) bool
+    facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
     pairs: int,  # B
     part: torch.Tensor,  # (b,) int64, which pairs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # loss, its query-to-document term, scores in a softmax
     "Means over some of the pairs of a batch."
     all_queries, documents = unit[:pairs], unit[pairs:]
-    queries, positives, rivals = all_queries[part], documents[part], rivals[part]
+    queries, positives, rivals = all_queries[part], documents[part], rivals_of_pairs(*facts.T, pairs, objective.mask_same_text, part)
     positive, settings = (queries * positives).sum(1), (objective.temperature, objective.false_negative_margin)
     to_queries, to_documents = rivals.split([pairs, len(documents)], dim=1)
     side = side_rivals = rivals[:, :0]
@@ -101,15 +101,16 @@ class ContrastiveLoss:
     def of_prefix(
         self,
         vectors: torch.Tensor,  # (n, d): B queries, their B positives, then negatives
-        rivals: torch.Tensor,  # (B, n) bool, see `rivals_of_pairs`
+        facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
+        pairs: int,  # B
         most_scores: int = 4_000_000,  # of a part; the scores of other parts are not held, but computed anew for the gradients
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # loss, its query-to-document term, scores in a softmax
         "The loss of vectors as they are, some pairs at a time where all of their scores would be many."
-        unit, pairs = F.normalize(vectors.float(), dim=-1), len(rivals)
-        parts = torch.arange(pairs, device=vectors.device).split(max(1, most_scores // rivals.shape[1]))
+        unit = F.normalize(vectors.float(), dim=-1)
+        parts = torch.arange(pairs, device=vectors.device).split(max(1, most_scores // len(vectors)))
         if len(parts) == 1:
-            return loss_of_pairs(self, unit, rivals, pairs, parts[0])
-        found = [checkpoint(loss_of_pairs, self, unit, rivals, pairs, part, use_reentrant=False) for part in parts]
+            return loss_of_pairs(self, unit, facts, pairs, parts[0])
+        found = [checkpoint(loss_of_pairs, self, unit, facts, pairs, part, use_reentrant=False) for part in parts]
         loss, infonce = (sum(terms[i] * len(part) for terms, part in zip(found, parts, strict=True)) / pairs for i in (0, 1))
         return loss, infonce, torch.cat([counts for _, _, counts in found])
 
@@ -124,9 +125,8 @@ def contrastive_terms(
     width = vectors.shape[1]
     if wrong := [size for size in objective.matryoshka if not 1 <= size <= width]:
         raise InputError(f"matryoshka names the length {wrong[0]}, but vectors have {width}: give lengths from 1 to {width}")
-    rivals = rivals_of_pairs(*facts.T, num_pairs, objective.mask_same_text)
     sizes = sorted({*objective.matryoshka, width})
-    terms = [objective.of_prefix(vectors[:, :size], rivals) for size in sizes]
+    terms = [objective.of_prefix(vectors[:, :size], facts, num_pairs) for size in sizes]
     loss = torch.stack([loss for loss, _, _ in terms]).mean()
     _, infonce, counts = terms[-1]
     return {"infonce": infonce, "loss": loss, "candidates": counts.float().mean()}
