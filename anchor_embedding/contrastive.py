@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .batches import TokenBatch
 from .decoder import CausalDecoder
@@ -86,6 +85,31 @@ def loss_of_pairs(
     return (infonce + back) / 2, infonce, counts
 
 # %% ../nbs/25_contrastive.ipynb #2229064d
+class _PartsFunction(torch.autograd.Function):
+    "`loss_of_pairs` of all pairs, some at a time; gradients are made with the loss."
+
+    @staticmethod
+    def forward(ctx, unit, objective, facts, pairs, parts, trained):
+        loss, infonce, counts, total = unit.new_zeros(()), unit.new_zeros(()), [], torch.zeros_like(unit)
+        for part in parts:
+            with torch.set_grad_enabled(trained):
+                leaf = unit.detach().requires_grad_(trained)
+                terms = loss_of_pairs(objective, leaf, facts, pairs, part)
+                if trained:
+                    total.add_(torch.autograd.grad(terms[0], leaf)[0], alpha=len(part) / pairs)
+            loss += terms[0].detach() * (len(part) / pairs)
+            infonce += terms[1].detach() * (len(part) / pairs)
+            counts.append(terms[2])
+        ctx.save_for_backward(total)
+        counts = torch.cat(counts)
+        ctx.mark_non_differentiable(infonce, counts)
+        return loss, infonce, counts
+
+    @staticmethod
+    def backward(ctx, above, *_):
+        return ctx.saved_tensors[0] * above, None, None, None, None, None
+
+# %% ../nbs/25_contrastive.ipynb #d3bd83cf
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveLoss:
     "InfoNCE and its options, of vectors alone."
@@ -103,16 +127,12 @@ class ContrastiveLoss:
         vectors: torch.Tensor,  # (n, d): B queries, their B positives, then negatives
         facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
         pairs: int,  # B
-        most_scores: int = 4_000_000,  # of a part; the scores of other parts are not held, but computed anew for the gradients
+        most_scores: int = 2**20,  # of a part
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # loss, its query-to-document term, scores in a softmax
         "The loss of vectors as they are, some pairs at a time where all of their scores would be many."
         unit = F.normalize(vectors.float(), dim=-1)
         parts = torch.arange(pairs, device=vectors.device).split(max(1, most_scores // len(vectors)))
-        if len(parts) == 1:
-            return loss_of_pairs(self, unit, facts, pairs, parts[0])
-        found = [checkpoint(loss_of_pairs, self, unit, facts, pairs, part, use_reentrant=False) for part in parts]
-        loss, infonce = (sum(terms[i] * len(part) for terms, part in zip(found, parts, strict=True)) / pairs for i in (0, 1))
-        return loss, infonce, torch.cat([counts for _, _, counts in found])
+        return _PartsFunction.apply(unit, self, facts, pairs, parts, torch.is_grad_enabled() and unit.requires_grad)
 
 # %% ../nbs/25_contrastive.ipynb #b9d3448a
 def contrastive_terms(
