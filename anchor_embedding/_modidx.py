@@ -93,6 +93,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_embedding.bench.check_peers': ('bench.html#check_peers', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.check_room': ('bench.html#check_room', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.check_same': ('bench.html#check_same', 'anchor_embedding/bench.py'),
+                                        'anchor_embedding.bench.checkpoint_layers': ( 'bench.html#checkpoint_layers',
+                                                                                      'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.contest_record': ('bench.html#contest_record', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.default': ('bench.html#default', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.difference': ('bench.html#difference', 'anchor_embedding/bench.py'),
