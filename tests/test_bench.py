@@ -26,10 +26,15 @@ def fastest(rows, side):
 @pytest.fixture(scope="module")
 def request_for():
     with bench.base_model("tiny", CPU) as base:
-        yield lambda pairs: bench.Request(base, bench.shape_of(base), CPU, "float32", ("textbook", "released"), None, pairs, quiet)
+        yield lambda pairs: bench.Request(
+            base, bench.shape_of(base), CPU, "float32", ("textbook", "released"), None, pairs, quiet
+        )
 
 
-@pytest.mark.parametrize("kind,peer,pairs,least", [("stage1", "textbook", 32, 1.2), ("stage1", "released", 32, 1.6), ("encode", "textbook", 96, 1.4)])
+@pytest.mark.parametrize(
+    "kind,peer,pairs,least",
+    [("stage1", "textbook", 32, 1.2), ("stage1", "released", 32, 1.6), ("encode", "textbook", 96, 1.4)],
+)
 def test_packed_is_faster_than_padded(request_for, kind, peer, pairs, least):
     contest = bench.KINDS[kind](request_for(pairs))[kind]
     bench.check_exact(contest)
