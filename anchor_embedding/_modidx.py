@@ -114,6 +114,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_embedding.bench.needed_flops': ('bench.html#needed_flops', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.padded_decode_loss': ( 'bench.html#padded_decode_loss',
                                                                                        'anchor_embedding/bench.py'),
+                                        'anchor_embedding.bench.padded_positions': ( 'bench.html#padded_positions',
+                                                                                     'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.padded_vectors': ('bench.html#padded_vectors', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.part_of': ('bench.html#part_of', 'anchor_embedding/bench.py'),
                                         'anchor_embedding.bench.plain_words': ('bench.html#plain_words', 'anchor_embedding/bench.py'),

@@ -8,10 +8,10 @@ __all__ = ['TINY', 'SMOLLM2', 'QUERY', 'DOCUMENT', 'MOST', 'PAIRS', 'TEXTBOOK_PA
            'IN_ONE_PIECE', 'DATA_ROWS', 'KINDS', 'PEERS', 'shapes', 'random_model', 'check_room', 'base_model',
            'drawn_lengths', 'plain_words', 'drawn_pairs', 'stored_pairs', 'needed_flops', 'batch_flops', 'matmul_peak',
            'Clock', 'give_back', 'Side', 'tokens_of', 'Engine', 'fill_adapters', 'rectangle', 'padded_vectors',
-           'padded_decode_loss', 'checkpoint_layers', 'lowered', 'Textbook', 'sentence_transformer', 'same_adapters',
-           'CachedLoss', 'Contest', 'Request', 'default', 'stage', 'told', 'stage1', 'stage2', 'encode',
-           'textbook_encoder', 'their_encoder', 'Disagreement', 'difference', 'check_same', 'check_exact', 'play',
-           'summary', 'table', 'part_of', 'profile', 'growth_by_length', 'growth_by_batch', 'shape_of',
+           'padded_decode_loss', 'padded_positions', 'checkpoint_layers', 'lowered', 'Textbook', 'sentence_transformer',
+           'same_adapters', 'CachedLoss', 'Contest', 'Request', 'default', 'stage', 'told', 'stage1', 'stage2',
+           'encode', 'textbook_encoder', 'their_encoder', 'Disagreement', 'difference', 'check_same', 'check_exact',
+           'play', 'summary', 'table', 'part_of', 'profile', 'growth_by_length', 'growth_by_batch', 'shape_of',
            'growth_by_data', 'check_peers', 'check_kind', 'find_device', 'about', 'without_bars', 'contest_record',
            'bench']
 
@@ -368,6 +368,16 @@ def padded_decode_loss(
     labels = ids.masked_fill(~real, -100)
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="sum")
 
+# %% ../nbs/59_bench.ipynb #33b812fa
+def padded_positions(
+    batch: TokenBatch,
+    micro_batch: int,  # pairs
+) -> int:
+    "Tokens and pads in the four rectangles of all micro-batches."
+    parts = [batch.take(range(start, min(start + micro_batch, len(batch)))) for start in range(0, len(batch), micro_batch)]
+    width = lambda side: max(len(text.ids) for text in side) + 1 + max(len(text.body) for text in side)
+    return sum(len(part) * (width(part.queries) + width(part.positives)) for part in parts)
+
 # %% ../nbs/59_bench.ipynb #67e32c73
 def checkpoint_layers(model, recompute: bool) -> None:
     "Let a model of transformers compute its activations twice, or once."
@@ -546,13 +556,14 @@ def stage1(request: Request) -> dict[str, Contest]:
     recipe, engine, pairs = stage(request, "stage1")
     sides = [Side("ours", {"attention": engine.card["attention"], "token_budget": recipe.token_budget}, engine.run)]
     peers = {"textbook": (default(TEXTBOOK_PAIRS, request.device), False), "released": (RELEASED_PAIRS, True)}
-    asked = [name for name in peers if name in request.against]
+    asked, batch = [name for name in peers if name in request.against], tokens_of(recipe, engine.tokenizer, pairs)
     peer = Textbook(recipe, engine.tokenizer, request.compute, request.device) if asked else None
     for name in asked:
         micro, recompute = peers[name]
-        settings = {"micro_batch": min(micro, len(pairs)), "activation_checkpointing": recompute, "attention": "sdpa", "passes": 4}
+        settings = {"micro_batch": min(micro, len(pairs)), "activation_checkpointing": recompute, "attention": "sdpa"}
+        settings["padding"] = f"{padded_positions(batch, micro) / padded_positions(batch, 1):.2f} positions for one token"
         run = partial(peer.run, micro_batch=micro, recompute=recompute)
-        sides.append(Side(name, settings | {"padding": "longest of a random micro-batch"}, run))
+        sides.append(Side(name, settings, run))
     return {"stage1": _training_contest(request, engine, pairs, sides)}
 
 
