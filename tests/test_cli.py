@@ -15,6 +15,7 @@ from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
 from anchor_embedding.testing import PROSE, tiny_tokenizer
+from anchor_embedding.text import TextTokenizer
 
 WORDS = PROSE.split()
 
@@ -218,11 +219,14 @@ def test_plan_tells_what_does_not_fit(capsys):
 
 
 def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
-    assert main(["plan", "stage1", *settings(base, pairs, "max_length=512"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    tokenizer, rows = tiny_tokenizer("smollm2"), [json.loads(line) for line in pairs.read_text().splitlines()]
-    expected = [sum(len(tokenizer(row[side])["input_ids"]) for row in rows) / len(rows) + 6 for side in ("query", "positive")]
-    assert [found["tokens_per_pair"][side] for side in ("query", "document")] == expected and found["lengths"] == "of the data"
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for template, longest in (("auto", 512), ("plain", 512), ("plain", 16)):
+        assert main(["plan", "stage1", *settings(base, pairs, f"max_length={longest}", f"template={template}"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), template, longest)
+        expected = [sum(map(len, tokenizer([row[side] for row in rows]))) / len(rows) for side in ("query", "positive")]
+        assert [found["tokens_per_pair"][side] for side in ("query", "document")] == pytest.approx(expected)
+        assert found["lengths"] == "of the data"
     assert main(["plan", "stage1", "--set", f"base={base}", "--set", "data=nowhere.jsonl"]) == 0
     assert "mean tokens (assumed): query 22, document 134" in capsys.readouterr().out
 
