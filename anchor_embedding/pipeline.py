@@ -29,7 +29,7 @@ from .files import write_text
 from .recipe import Pipeline, load_recipe
 from .report import findings, headline, html_report, read_metrics, results_table
 from .smollm2 import resolve_base
-from .training import train
+from .training import prepare_tokenizer, train
 
 # %% ../nbs/65_pipeline.ipynb #4468fdaa
 @dataclass(frozen=True)
@@ -156,9 +156,11 @@ def run_pipeline(
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
     pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
     out = Path(out)
-    claim_folder(out, pipeline)
     first = next(iter(pipeline.stages.values()))
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
+    for recipe in pipeline.stages.values():
+        prepare_tokenizer(recipe, base.path)  # raises before the first arm is trained what would stop a later one
+    claim_folder(out, pipeline)
     began = time.perf_counter()
     pairs = split_pairs(first.data, pipeline.evaluation.pairs, first.seed, first.on_bad_row)
     heldout = HeldoutRetrieval([p.query for p in pairs.heldout], [p.positive for p in pairs.heldout])

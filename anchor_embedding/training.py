@@ -227,7 +227,11 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
-    return TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    tokenizer = TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    if recipe.decode_header and not tokenizer.template.header:
+        style = tokenizer.template.style
+        raise InputError(f"decode_header = true, but the {style} template of {base} has no header: set decode_header=false, or another template")
+    return tokenizer
 
 # %% ../nbs/45_training.ipynb #211983a3
 def prepare_embedder(
