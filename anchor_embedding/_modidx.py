@@ -1749,6 +1749,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_embedding/training.py'),
                                            'anchor_embedding.training.BatchesAhead.__init__': ( 'training.html#batchesahead.__init__',
                                                                                                 'anchor_embedding/training.py'),
+                                           'anchor_embedding.training.BatchesAhead.close': ( 'training.html#batchesahead.close',
+                                                                                             'anchor_embedding/training.py'),
                                            'anchor_embedding.training.BatchesAhead.take': ( 'training.html#batchesahead.take',
                                                                                             'anchor_embedding/training.py'),
                                            'anchor_embedding.training.BatchesAhead.while_computing': ( 'training.html#batchesahead.while_computing',

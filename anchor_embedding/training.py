@@ -172,6 +172,10 @@ class BatchesAhead:
         finally:
             self.found.exception()  # waits; whoever takes the batch is told
 
+    def close(self) -> None:
+        "End the thread; no batch is made ahead after that."
+        self.pool.shutdown()
+
 # %% ../nbs/45_training.ipynb #6f3f1ca8
 def load_examples(
     recipe: Recipe,
@@ -592,6 +596,7 @@ def train(
             _loop(run, evaluate, stop, bar, on_step)
         return finish(run)
     finally:
+        run.batches.close()
         run.folder.release()
         for tracker in run.accelerator.trackers:
             tracker.finish()
