@@ -1772,6 +1772,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/training.py'),
                                            'anchor_embedding.training.TrainingData.lengths': ( 'training.html#trainingdata.lengths',
                                                                                                'anchor_embedding/training.py'),
+                                           'anchor_embedding.training.TrainingData.most_negatives': ( 'training.html#trainingdata.most_negatives',
+                                                                                                      'anchor_embedding/training.py'),
                                            'anchor_embedding.training._answer': ('training.html#_answer', 'anchor_embedding/training.py'),
                                            'anchor_embedding.training._evaluate': ( 'training.html#_evaluate',
                                                                                     'anchor_embedding/training.py'),

@@ -140,6 +140,12 @@ class TrainingData:
             return self.examples.lengths
         return np.array([len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in self.examples])
 
+    @cached_property
+    def most_negatives(self) -> int:
+        "Hard negatives of the row that has most of them."
+        stored = isinstance(self.examples, ExampleStore)
+        return int(max(self.examples.negatives_per_row if stored else [len(e.negatives) for e in self.examples]))
+
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
         "What process `rank` of `world` holds of the batch of a step: as many rows as the others, and about as much text."
         rows = self.plan.step(step)
@@ -620,15 +626,20 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         _answer(run, stop, done)
 
 # %% ../nbs/45_training.ipynb #a04c0fd2
-def negatives_pool(recipe: Recipe) -> str:
+def negatives_pool(
+    recipe: Recipe,
+    most: int,  # hard negatives of the row that has most of them
+) -> str:
     "How many texts a query is compared with, in words."
     if recipe.contrastive_weight:
         return f"{recipe.batch_size - 1} in-batch positives for every query, in the contrastive term"
     if recipe.hard_negatives is None:
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
-    hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
-    return f"{pairs - 1} in-batch positives{hard} for every query"
+    taken = min(recipe.hard_negatives, most)
+    hard = f" and up to {pairs * taken} hard negatives" if taken else ""
+    none = "; the data have no hard negatives" if recipe.hard_negatives and not most else ""
+    return f"{pairs - 1} in-batch positives{hard} for every query{none}"
 
 
 def write_card(run: Training) -> str:
@@ -641,7 +652,7 @@ def write_card(run: Training) -> str:
     packages = ("torch", "transformers", "peft", "accelerate")
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
-        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe),
+        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe, run.data.most_negatives),
         "temperature": recipe.temperature, "deviations": deviations(recipe), "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
     }  # fmt: skip
