@@ -13,6 +13,7 @@ import mmap
 import operator
 import os
 import shutil
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -111,16 +112,28 @@ class _MappedRows:
     "The record batches of an Arrow file, memory-mapped."
 
     def __init__(self, path: Path, size: int):
-        with open(path, "rb") as file:
-            self.map, self.touched = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 0
+        self.path, self.file = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
+        self.map, self.touched, self.state = mmap.mmap(self.file, 0, access=mmap.ACCESS_READ), 0, self._state()
         if len(self.map) != size:
             raise ValueError(f"{path} is not whole")
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         self.batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
 
+    def _state(self) -> tuple[int, int] | None:
+        "Size and time of the last change; None when the file is lost, as on a drive of another machine."
+        with suppress(OSError):
+            return (found := os.fstat(self.file)).st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        "Raise `InputError` when the file is no longer what was opened."
+        if self.state is None or self._state() != self.state:
+            raise InputError(f"{self.path} was changed by another program while it was in use; remove {self.path.parent} and start again")
+
     def rows(self, indices: np.ndarray) -> Iterator[tuple]:
-        "(query, positive, negatives, dataset index) of these rows, in this order."
+        "(query, positive, negatives, dataset index) of these rows, in this order. Raises `InputError`."
+        self.check()
         places = np.searchsorted(self.starts, indices, side="right") - 1
         for place, offset in zip(places.tolist(), (indices - self.starts[places]).tolist(), strict=True):
             query, positive, negatives, code = (column[offset].as_py() for column in self.batches[place].columns[:4])
@@ -129,6 +142,7 @@ class _MappedRows:
             if self.touched > 2**28 and hasattr(mmap, "MADV_DONTNEED"):
                 self.map.madvise(mmap.MADV_DONTNEED)
                 self.touched = 0
+        self.check()
 
     def column(self, name: str) -> np.ndarray:
         "All values of a column of numbers; of lists, those of all lists, one after the other."
@@ -197,7 +211,7 @@ class ExampleStore(_Columns, Sequence):
         return self.take([index + len(self) if index < 0 else index])[0]
 
     def take(self, indices: Iterable[int]) -> list[Example]:
-        "The examples of these rows, in this order. Raises `IndexError`."
+        "The examples of these rows, in this order. Raises `IndexError`, and `InputError` when the file was written over."
         indices = np.fromiter(indices, dtype=np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows are numbered 0 to {len(self) - 1}")
