@@ -108,16 +108,19 @@ def _from_hub(say: Callable[[str], None]) -> Base | None:
 # %% ../nbs/12_smollm2.ipynb #83fd65a3
 def _check_hub(name: str) -> None:
     "Raise `InputError` when a model is no folder, not in the hub's cache, and not on the hub."
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 
-    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+    if Path(name).exists():
         return
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if constants.HF_HUB_OFFLINE:
+            snapshot_download(name, local_files_only=True)
+        elif not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=5)
     except Exception as error:  # a name the hub does not accept, a model it does not have, no network: none of them can be loaded
-        why = type(error).__name__
-        raise InputError(f"cannot load model {name!r}: there is no such folder, and the model hub says {why}") from error
+        offline = "the hub's cache has no such model (HF_HUB_OFFLINE is set)"
+        why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
+        raise InputError(f"cannot load model {name!r}: there is no such folder, and {why}; check the path or name") from None
 
 # %% ../nbs/12_smollm2.ipynb #ba5bf2bb
 def resolve_base(
