@@ -346,17 +346,6 @@ def model_meta(
     )  # fmt: skip
 
 # %% ../nbs/57_benchmark.ipynb #58d4f8f6
-def _resolved(name: str | os.PathLike) -> str:
-    "The folder or hub name that a name stands for: a run stands for its result. Raises `InputError` for an unfinished one."
-    folder = Path(name)
-    if not (folder / "recipe.toml").exists():
-        return resolve_base(str(name)).path
-    if (folder / "final").is_dir():
-        return str(folder / "final")
-    steps = ", ".join(path.name for path in sorted(folder.glob("step-*"))) or "none yet"
-    raise InputError(f"the run {folder} is not finished; give one of its checkpoints (it has {steps}) or go on with --resume")
-
-
 def is_sentence_transformer(name: str) -> bool:
     "Whether a folder or hub name holds a sentence-transformers model that was not made here."
     if Path(name).is_dir():
@@ -387,7 +376,7 @@ def load_model(
     "Load what a name stands for. Raises `InputError`."
     if isinstance(name, Embedder):
         return name
-    path = _resolved(name)
+    path = resolve_base(str(name)).path
     if not is_sentence_transformer(path):
         return Embedder.from_pretrained(path, dtype=dtype, device=device)
     from mteb.models import SentenceTransformerEncoderWrapper
@@ -759,7 +748,7 @@ def evaluate(
     "Scores of a model on tasks of MTEB. Raises `InputError` for a model or a task that nobody knows; a failed task is under `errors`."
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
-    source = model if isinstance(model, Embedder) else _resolved(model)
+    source = model if isinstance(model, Embedder) else resolve_base(str(model)).path
     max_length = None if max_length == 0 else max_length
     about = _identity(source, prompts, max_length, dtype, device)
     _check_length(source, prompts, max_length)
