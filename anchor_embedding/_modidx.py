@@ -1152,6 +1152,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'anchor_embedding/reading.py'),
                                           'anchor_embedding.reading._texts_behind': ( 'reading.html#_texts_behind',
                                                                                       'anchor_embedding/reading.py'),
+                                          'anchor_embedding.reading.decode_settings': ( 'reading.html#decode_settings',
+                                                                                        'anchor_embedding/reading.py'),
                                           'anchor_embedding.reading.generate': ('reading.html#generate', 'anchor_embedding/reading.py'),
                                           'anchor_embedding.reading.read_texts': ('reading.html#read_texts', 'anchor_embedding/reading.py'),
                                           'anchor_embedding.reading.read_vectors': ( 'reading.html#read_vectors',
