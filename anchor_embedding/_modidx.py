@@ -310,6 +310,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'anchor_embedding.cli._fail_for': ('cli.html#_fail_for', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._many': ('cli.html#_many', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._mine_command': ('cli.html#_mine_command', 'anchor_embedding/cli.py'),
+                                      'anchor_embedding.cli._number_or_none': ('cli.html#_number_or_none', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._parser': ('cli.html#_parser', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._quiet_libraries': ('cli.html#_quiet_libraries', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._rival_commands': ('cli.html#_rival_commands', 'anchor_embedding/cli.py'),

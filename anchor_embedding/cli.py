@@ -425,14 +425,22 @@ def _encode_command(commands) -> None:
     words.add_argument("--normalize", action="store_true")
 
 # %% ../nbs/70_cli.ipynb #399e4e4f
+def _number_or_none(text: str) -> float | None:
+    "A number, or None for the word none."
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
+
+
 def _mine_command(commands) -> None:
     words = _command(commands, mine)
     words.add_argument("source", metavar="SOURCE", help="pairs: a file, a folder, or a dataset of the hub")
     words.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the pairs with their negatives (.jsonl or .jsonl.gz)")
     words.add_argument("--model", default="bm25", metavar="MODEL", help="what finds them: bm25, or a run, a folder, a hub name (default: bm25)")
     words.add_argument("--num-negatives", type=int, default=5, metavar="N", help="of a query, at most (default: 5)")
-    margin = "share of the positive's score by which a negative must score less (default: 0.05)"
-    words.add_argument("--relative-margin", type=float, default=0.05, metavar="R", help=margin)
+    margin = "share of the positive's score by which a negative must score less; none: it may score more (default: 0.05)"
+    words.add_argument("--relative-margin", type=_number_or_none, default=0.05, metavar="R", help=margin)
     words.add_argument("--absolute-margin", type=float, metavar="X", help="the same as a difference of scores")
     words.add_argument("--max-score", type=float, metavar="X", help="a negative scores at most this")
     words.add_argument("--min-score", type=float, metavar="X", help="and at least this")

@@ -253,6 +253,20 @@ def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
     assert [e.negatives for e in read_examples(tmp_path / "mined.jsonl")] == [("Call sorted on the list.",), ("Call sort on the list.",)]
 
 
+def test_the_margin_can_be_left_out(pairs, tmp_path, capsys):
+    found = {}
+    for margin in ("none", "0", "0.05"):
+        assert main(["mine", str(pairs), "--out", str(tmp_path / f"{margin}.jsonl"), "--relative-margin", margin, "--json"]) == 0
+        card = json.loads(capsys.readouterr().out)
+        assert card["settings"]["relative_margin"] == (None if margin == "none" else float(margin))
+        found[margin] = card["datasets"]["numpy"]
+    assert [found[margin]["too_close"] > 0 for margin in found] == [False, True, True]
+    assert found["none"]["negatives"] > found["0"]["negatives"] > found["0.05"]["negatives"]
+    with pytest.raises(SystemExit):
+        main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--relative-margin", "some"])
+    assert "'some' is neither a number nor none" in capsys.readouterr().err
+
+
 def test_help_names_every_setting(capsys):
     with pytest.raises(SystemExit):
         main(["mine", "--help"])
