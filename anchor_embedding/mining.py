@@ -401,9 +401,8 @@ def _check_out(source: str | os.PathLike, out: Path, corpus: str | os.PathLike |
 
 
 def card_path(out: str | os.PathLike) -> Path:
-    "Where the card of mined pairs lies: pairs.jsonl has pairs.card.json."
-    out = Path(out)
-    return out.with_name(f"{out.name[: out.name.lower().rindex('.jsonl')]}.card.json")
+    "Where the card of mined pairs lies: pairs.jsonl has pairs.jsonl.card.json, and pairs.jsonl.gz one of its own."
+    return Path(f"{out}.card.json")
 
 
 @contextmanager

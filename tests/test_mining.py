@@ -60,7 +60,7 @@ def first_batch(data, base, capsys, *more):
 
 
 def test_the_card_tells_what_was_done(pairs, mined, capsys):
-    card = json.loads((mined.parent / "numpy.card.json").read_text())
+    card = json.loads((mined.parent / "numpy.jsonl.card.json").read_text())
     examples = read_examples(mined)
     assert [(e.query, e.positive) for e in examples] == [(e.query, e.positive) for e in read_examples(pairs)]
     assert card["model"] == "bm25" and card["settings"]["num_negatives"] == 4 and card["rows"] == 240
@@ -101,7 +101,7 @@ def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, 
         train(small(data, base, f"hard_negatives={hard}", "steps=20"), run, **QUIET)
         assert judge(Embedder.from_pretrained(run / "final").encode)["mrr"] > 1.2 * untrained
         card = json.loads((run / "card.json").read_text())
-    assert card["fingerprint"] == json.loads((mined.parent / "numpy.card.json").read_text())["fingerprint"]
+    assert card["fingerprint"] == json.loads((mined.parent / "numpy.jsonl.card.json").read_text())["fingerprint"]
 
 
 def test_every_kind_of_model_mines(pairs, base, tmp_path):
@@ -139,7 +139,7 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
     assert main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--model", str(exported), "--instructions", str(told)]) == 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("x", ".x"))]
     assert main(["mine", str(pairs), "--out", str(tmp_path / "y.jsonl"), "--model", str(base), "--instructions", str(told)]) == 0
-    assert json.loads((tmp_path / "y.card.json").read_text())["instructions"] == str(told)
+    assert json.loads((tmp_path / "y.jsonl.card.json").read_text())["instructions"] == str(told)
 
 
 def test_datasets_stay_apart(tmp_path):
