@@ -393,7 +393,7 @@ def _check_out(source: str | os.PathLike, out: Path, corpus: str | os.PathLike |
     "`out`; raises `InputError` where it cannot be read as pairs, would be read together with its source, or would replace the corpus."
     if not out.name.lower().endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{out}: mined pairs are written as .jsonl or .jsonl.gz; name such a file")
-    if Path(source).exists() and Path(source).resolve() in (out.resolve(), out.resolve().parent):
+    if source != "" and Path(source).exists() and Path(source).resolve() in (out.resolve(), out.resolve().parent):
         raise InputError(f"{out}: this is where the pairs are read from; choose another place, or both would be read the next time")
     if corpus is not None and Path(corpus).resolve() in (out.resolve(), card_path(out).resolve()):
         raise InputError(f"{corpus}: the corpus would be replaced; choose another place for the mined pairs")

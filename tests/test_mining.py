@@ -244,6 +244,14 @@ def test_bad_input_is_one_line(pairs, tmp_path, capsys, monkeypatch, arguments, 
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_name_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["mine", "", "--out", "mined.jsonl"], ["data", "check", ""]):
+        assert main(arguments) == 2
+        assert "anchor: no data are named; give the path of your data" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
     path = tmp_path / "pairs.csv"
     path.write_text("question,answer\nhow to sort a list,Call sort on the list.\nhow to open,\nto get a sorted list,Call sorted on the list.\n")
