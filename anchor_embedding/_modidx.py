@@ -513,6 +513,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'anchor_embedding/display.py'),
                                           'anchor_embedding.display._ticks': ('display.html#_ticks', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.cell_text': ('display.html#cell_text', 'anchor_embedding/display.py'),
+                                          'anchor_embedding.display.counted': ('display.html#counted', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.curve': ('display.html#curve', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.facts_html': ('display.html#facts_html', 'anchor_embedding/display.py'),
                                           'anchor_embedding.display.label': ('display.html#label', 'anchor_embedding/display.py'),

@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
 from .decoder import choose_device, choose_dtype
+from .display import counted
 from .embedder import SETTINGS_FILE, Embedder, read_settings, read_tokenizer
 from .errors import InputError
 from .files import write_text
@@ -810,7 +811,7 @@ def scores_table(
         table[found["model"]] = [found["tasks"].get(task, {}).get("main_score", math.nan) for task in named]
     shared = table.iloc[:, 1:].dropna()
     if len(shared):
-        table.loc[f"mean of {len(shared)} tasks"] = ["", *shared.mean()]
+        table.loc[f"mean of {counted(len(shared), 'task')}"] = ["", *shared.mean()]
     return table
 
 

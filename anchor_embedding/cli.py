@@ -112,6 +112,7 @@ def encode(args: argparse.Namespace) -> None:
     import numpy as np
 
     from anchor_embedding.data import read_texts
+    from anchor_embedding.display import counted
     from anchor_embedding.embedder import Embedder
     from anchor_embedding.files import atomic_file
 
@@ -121,7 +122,7 @@ def encode(args: argparse.Namespace) -> None:
     vectors = embedder.encode(texts, instruction=args.instruction, batch_tokens=args.batch_tokens, normalize=args.normalize)
     with atomic_file(args.out) as aside, open(aside, "wb") as file:
         np.save(file, vectors)
-    _say(f"{vectors.shape[0]} vectors of {vectors.shape[1]} dimensions: {args.out}")
+    _say(f"{counted(vectors.shape[0], 'vector')} of {counted(vectors.shape[1], 'dimension')}: {args.out}")
 
 
 def recipes(args: argparse.Namespace) -> None:
@@ -145,6 +146,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def data(args: argparse.Namespace) -> None:
     "Check pairs: counts, lengths, duplicates, empty fields, bad rows by file and line."
+    from anchor_embedding.display import counted
     from anchor_embedding.files import atomic_file
     from anchor_embedding.store import check_data, plot_lengths
 
@@ -157,7 +159,7 @@ def data(args: argparse.Namespace) -> None:
         with atomic_file(args.plot) as aside:
             figure.savefig(aside, dpi=150, format=kind)
     if found.bad_rows:
-        raise InputError(f"{args.source}: {found.bad_rows:,} bad row{'s' * (found.bad_rows > 1)}; mend them, or train with --set on_bad_row=skip")
+        raise InputError(f"{args.source}: {counted(found.bad_rows, 'bad row')}; mend them, or train with --set on_bad_row=skip")
 
 # %% ../nbs/70_cli.ipynb #c1b066f5
 def mine(args: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from . import __version__
 from .batches import Instructions
 from .benchmark import encode_on, load_model, model_name, model_revision, replicate
 from .data import Example, fingerprint_line, read_texts
+from .display import counted
 from .embedder import Embedder
 from .errors import InputError
 from .evaluation import unit
@@ -56,7 +57,7 @@ class MiningSettings:
             raise InputError(f"num_negatives must be at least 1, not {self.num_negatives}")
         if not 0 <= self.range_min <= self.range_max - self.num_negatives:
             ranks = f"range_min {self.range_min} and range_max {self.range_max}"
-            raise InputError(f"{ranks} leave no room for {self.num_negatives} negatives; raise range_max or lower the others")
+            raise InputError(f"{ranks} leave no room for {counted(self.num_negatives, 'negative')}; raise range_max or lower the others")
         if self.sampling not in ("top", "random"):
             raise InputError(f"sampling is {self.sampling!r}; give top or random")
         for name, lowest in {"relative_margin": 0, "absolute_margin": 0, "max_score": -math.inf, "min_score": -math.inf}.items():
@@ -356,7 +357,7 @@ class Mined:
 
     def __repr__(self):
         figures = self.table.drop(columns=["rows"]).rename(columns=lambda name: name.replace("_", " ")).map(_cell)
-        return f"{self.out.name}: {self.card['rows']:,} rows, negatives by {self.card['model']}\n{figures.T.to_string()}"
+        return f"{self.out.name}: {counted(self.card['rows'], 'row')}, negatives by {self.card['model']}\n{figures.T.to_string()}"
 
 
 def _cell(value) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from . import __version__
 from .data import Example, read_examples
+from .display import counted
 from .docstrings import docstring_pairs
 from .embedder import Embedder
 from .errors import InputError, Stopped
@@ -58,7 +59,7 @@ def split_pairs(
         pool, source = list(rest), {"data": data}
     heldout = random.Random(seed).sample(pool, min(num_heldout, len(pool) // 2 if data != "docstrings" else len(pool)))
     if len(heldout) < 2:
-        raise InputError(f"{data} has {len(pool)} pairs to hold out from; at least 4 are needed")
+        raise InputError(f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 are needed")
     texts = {text for pair in heldout for text in (pair.query, pair.positive)}
     train_pairs = [pair for pair in rest if pair.query not in texts and pair.positive not in texts]
     return SplitPairs(train_pairs, heldout, source)
@@ -164,7 +165,7 @@ def run_pipeline(
     began = time.perf_counter()
     pairs = split_pairs(first.data, pipeline.evaluation.pairs, first.seed, first.on_bad_row)
     heldout = HeldoutRetrieval([p.query for p in pairs.heldout], [p.positive for p in pairs.heldout])
-    say(f"{len(pairs.train)} pairs to train on, {len(pairs.heldout)} held out")
+    say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
     timing = {"data": round(time.perf_counter() - began, 1)}
 
     def evaluate(embedder: Embedder) -> dict:

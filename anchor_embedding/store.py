@@ -38,7 +38,7 @@ from anchor_embedding.data import (
     part_examples,
     raw_negatives,
 )
-from .display import register_figures
+from .display import counted, register_figures
 from .errors import InputError
 from .files import atomic_folder, cache_folder
 from .progress import progress_bar
@@ -227,8 +227,9 @@ class ExampleStore(_Columns, Sequence):
 
 # %% ../nbs/06_store.ipynb #481ba587
 def _describe(store):
-    name, bad = Path(store.source).name, f"; {store.bad_rows:,} bad rows left out" if store.bad_rows else ""
-    return f"{name}: {len(store):,} rows in {len(store.sizes)} datasets, {store.lengths.sum():,} characters{bad}"
+    name, bad = Path(store.source).name, f"; {counted(store.bad_rows, 'bad row')} left out" if store.bad_rows else ""
+    rows, datasets = counted(len(store), "row"), counted(len(store.sizes), "dataset")
+    return f"{name}: {rows} in {datasets}, {store.lengths.sum():,} characters{bad}"
 
 
 def _show_store(store):
@@ -353,7 +354,7 @@ def open_examples(
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)
     if store.bad_rows:
-        say(f"{source}: {store.bad_rows:,} bad rows left out; the first: {store.bad[0]}")
+        say(f"{source}: {counted(store.bad_rows, 'bad row')} left out; the first: {store.bad[0]}")
     return store
 
 # %% ../nbs/06_store.ipynb #da38a975
@@ -482,8 +483,8 @@ class DataCheck:
 
 
 def _check_title(check):
-    bad = f"{check.bad_rows:,} bad row{'s' * (check.bad_rows != 1)}"
-    return f"{Path(check.source).name}: {check.rows:,} rows in {len(check.datasets)} datasets, {bad}"
+    rows, datasets, bad = counted(check.rows, "row"), counted(len(check.datasets), "dataset"), counted(check.bad_rows, "bad row")
+    return f"{Path(check.source).name}: {rows} in {datasets}, {bad}"
 
 # %% ../nbs/06_store.ipynb #39a43670
 _SIZES = ("dataset", "rows", "query", "positive", "negatives", "with negatives")

@@ -52,6 +52,7 @@ from anchor_embedding.decoder import (
     load_decoder,
     merge_lora,
 )
+from .display import counted
 from .docstrings import docstring_pairs
 from .embedder import Embedder, load_pause_tokens, read_settings, read_tokenizer, write_embedder
 from .errors import InputError, Stopped
@@ -632,14 +633,14 @@ def negatives_pool(
 ) -> str:
     "How many texts a query is compared with, in words."
     if recipe.contrastive_weight:
-        return f"{recipe.batch_size - 1} in-batch positives for every query, in the contrastive term"
+        return f"{counted(recipe.batch_size - 1, 'in-batch positive')} for every query, in the contrastive term"
     if recipe.hard_negatives is None:
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
     taken = min(recipe.hard_negatives, most)
-    hard = f" and up to {pairs * taken} hard negatives" if taken else ""
+    hard = f" and up to {counted(pairs * taken, 'hard negative')}" if taken else ""
     none = "; the data have no hard negatives" if recipe.hard_negatives and not most else ""
-    return f"{pairs - 1} in-batch positives{hard} for every query{none}"
+    return f"{counted(pairs - 1, 'in-batch positive')}{hard} for every query{none}"
 
 
 def write_card(run: Training) -> str:
@@ -662,7 +663,8 @@ def write_card(run: Training) -> str:
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
     pool = f"; {card['negatives_pool']}" if recipe.objective != "reconstruction" else ""
-    return f"{len(run.data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}{pool}"
+    pairs, steps = counted(len(run.data.examples), "pair"), counted(recipe.steps, "step")
+    return f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of {recipe.batch_size}{pool}"
 
 # %% ../nbs/45_training.ipynb #e00824d0
 def _save_final(run: Training, final: Path) -> None:
