@@ -1771,6 +1771,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'anchor_embedding.training.Training': ('training.html#training', 'anchor_embedding/training.py'),
                                            'anchor_embedding.training.Training.__init__': ( 'training.html#training.__init__',
                                                                                             'anchor_embedding/training.py'),
+                                           'anchor_embedding.training.Training.close': ( 'training.html#training.close',
+                                                                                         'anchor_embedding/training.py'),
                                            'anchor_embedding.training.Training.step': ( 'training.html#training.step',
                                                                                         'anchor_embedding/training.py'),
                                            'anchor_embedding.training.TrainingData': ( 'training.html#trainingdata',

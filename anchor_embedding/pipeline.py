@@ -155,8 +155,7 @@ def run_pipeline(
     say: Callable[[str], None] = print,
 ) -> dict:  # the report
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
-    pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
-    out = Path(out)
+    pipeline, out = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline, Path(out)
     first = next(iter(pipeline.stages.values()))
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
     for recipe in pipeline.stages.values():

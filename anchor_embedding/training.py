@@ -447,6 +447,13 @@ class Training:
         seconds = round(time.perf_counter() - began, 4)
         return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
 
+    def close(self) -> None:
+        "End the thread and the trackers, and let others have the folder."
+        self.batches.close()
+        self.folder.release()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
 # %% ../nbs/45_training.ipynb #8aab21da
 def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
     "Raise `InputError` for a name among `lora_targets` that no layer has."
@@ -603,10 +610,7 @@ def train(
             _loop(run, evaluate, stop, bar, on_step)
         return finish(run)
     finally:
-        run.batches.close()
-        run.folder.release()
-        for tracker in run.accelerator.trackers:
-            tracker.finish()
+        run.close()
 
 
 def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
