@@ -291,14 +291,6 @@ _DTYPE = {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help":
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
-def _number_or_none(text: str) -> float | None:
-    "A number, or None for the word none."
-    try:
-        return None if text == "none" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
-
-
 def _command(commands, function, name: str = "") -> argparse.ArgumentParser:
     "The words of a command, which is named and described as its function is."
     text = function.__doc__.splitlines()[0]
@@ -433,6 +425,14 @@ def _encode_command(commands) -> None:
     words.add_argument("--batch-tokens", type=int, default=8192)
     words.add_argument("--dtype", **_DTYPE)
     words.add_argument("--normalize", action="store_true")
+
+# %% ../nbs/70_cli.ipynb #6083ec5b
+def _number_or_none(text: str) -> float | None:
+    "A number, or None for the word none."
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
 
 # %% ../nbs/70_cli.ipynb #399e4e4f
 def _mine_command(commands) -> None:
