@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from .data import BadRow, Example, csv_rows
-from .display import rows_html
+from .display import counted, rows_html
 from .errors import InputError
 from .text import TextTokenizer, TokenizedText
 
@@ -94,7 +94,7 @@ class BatchPlan:
             raise InputError(f"no dataset fills a batch of {batch_size} examples (the largest has {largest}): {remedy}")
         for name, count in self.left_out.items():
             if self.sampling.get(name) != 0:
-                warnings.warn(f"dataset {name!r} is left out: its {count} examples do not fill a batch of {batch_size}", stacklevel=2)
+                warnings.warn(f"dataset {name!r} is left out: {counted(count, 'example')} cannot fill a batch of {batch_size}", stacklevel=2)
         self.batches = {name: taken[name] // batch_size for name in self.rows}
         self.steps_per_pass = sum(self.batches.values())
         self._pass, self._order = None, []  # the pass asked for last

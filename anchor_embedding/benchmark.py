@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 # %% ../nbs/57_benchmark.ipynb #a91dc61d
 from . import __version__
 from .decoder import choose_device, choose_dtype
+from .display import counted
 from .embedder import SETTINGS_FILE, Embedder, read_settings, read_tokenizer
 from .errors import InputError
 from .files import write_text
@@ -346,17 +347,6 @@ def model_meta(
     )  # fmt: skip
 
 # %% ../nbs/57_benchmark.ipynb #58d4f8f6
-def _resolved(name: str | os.PathLike) -> str:
-    "The folder or hub name that a name stands for: a run stands for its result. Raises `InputError` for an unfinished one."
-    folder = Path(name)
-    if not (folder / "recipe.toml").exists():
-        return resolve_base(str(name)).path
-    if (folder / "final").is_dir():
-        return str(folder / "final")
-    steps = ", ".join(path.name for path in sorted(folder.glob("step-*"))) or "none yet"
-    raise InputError(f"the run {folder} is not finished; give one of its checkpoints (it has {steps}) or go on with --resume")
-
-
 def is_sentence_transformer(name: str) -> bool:
     "Whether a folder or hub name holds a sentence-transformers model that was not made here."
     if Path(name).is_dir():
@@ -387,7 +377,7 @@ def load_model(
     "Load what a name stands for. Raises `InputError`."
     if isinstance(name, Embedder):
         return name
-    path = _resolved(name)
+    path = resolve_base(str(name)).path
     if not is_sentence_transformer(path):
         return Embedder.from_pretrained(path, dtype=dtype, device=device)
     from mteb.models import SentenceTransformerEncoderWrapper
@@ -759,7 +749,7 @@ def evaluate(
     "Scores of a model on tasks of MTEB. Raises `InputError` for a model or a task that nobody knows; a failed task is under `errors`."
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
-    source = model if isinstance(model, Embedder) else _resolved(model)
+    source = model if isinstance(model, Embedder) else resolve_base(str(model)).path
     max_length = None if max_length == 0 else max_length
     about = _identity(source, prompts, max_length, dtype, device)
     _check_length(source, prompts, max_length)
@@ -821,7 +811,7 @@ def scores_table(
         table[found["model"]] = [found["tasks"].get(task, {}).get("main_score", math.nan) for task in named]
     shared = table.iloc[:, 1:].dropna()
     if len(shared):
-        table.loc[f"mean of {len(shared)} tasks"] = ["", *shared.mean()]
+        table.loc[f"mean of {counted(len(shared), 'task')}"] = ["", *shared.mean()]
     return table
 
 

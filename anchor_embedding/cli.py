@@ -112,6 +112,7 @@ def encode(args: argparse.Namespace) -> None:
     import numpy as np
 
     from anchor_embedding.data import read_texts
+    from anchor_embedding.display import counted
     from anchor_embedding.embedder import Embedder
     from anchor_embedding.files import atomic_file
 
@@ -121,7 +122,7 @@ def encode(args: argparse.Namespace) -> None:
     vectors = embedder.encode(texts, instruction=args.instruction, batch_tokens=args.batch_tokens, normalize=args.normalize)
     with atomic_file(args.out) as aside, open(aside, "wb") as file:
         np.save(file, vectors)
-    _say(f"{vectors.shape[0]} vectors of {vectors.shape[1]} dimensions: {args.out}")
+    _say(f"{counted(vectors.shape[0], 'vector')} of {counted(vectors.shape[1], 'dimension')}: {args.out}")
 
 
 def recipes(args: argparse.Namespace) -> None:
@@ -145,6 +146,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def data(args: argparse.Namespace) -> None:
     "Check pairs: counts, lengths, duplicates, empty fields, bad rows by file and line."
+    from anchor_embedding.display import counted
     from anchor_embedding.files import atomic_file
     from anchor_embedding.store import check_data, plot_lengths
 
@@ -157,7 +159,7 @@ def data(args: argparse.Namespace) -> None:
         with atomic_file(args.plot) as aside:
             figure.savefig(aside, dpi=150, format=kind)
     if found.bad_rows:
-        raise InputError(f"{args.source}: {found.bad_rows:,} bad row{'s' * (found.bad_rows > 1)}; mend them, or train with --set on_bad_row=skip")
+        raise InputError(f"{args.source}: {counted(found.bad_rows, 'bad row')}; mend them, or train with --set on_bad_row=skip")
 
 # %% ../nbs/70_cli.ipynb #c1b066f5
 def mine(args: argparse.Namespace) -> None:
@@ -256,9 +258,11 @@ def compare(args: argparse.Namespace) -> None:
 def read(args: argparse.Namespace) -> None:
     "What a model reads out of a text's vector alone."
     from anchor_embedding.embedder import Embedder
+    from anchor_embedding.reading import decode_settings
 
     settings = {"samples": args.samples, "max_new_tokens": args.tokens, "seed": args.seed}
-    settings |= {"decode_bos": args.decode_bos, "decode_header": args.decode_header}
+    given = {"decode_bos": args.decode_bos, "decode_header": args.decode_header}
+    settings |= decode_settings(args.model) | {key: value for key, value in given.items() if value is not None}
     print(Embedder.from_pretrained(args.model, dtype=args.dtype).read(args.texts, args.instruction, **settings))
 
 
@@ -382,7 +386,7 @@ def _using_commands(commands) -> None:
     words.add_argument("--samples", type=int, default=0, metavar="N", help="sampled readings besides the greedy one (default: 0)")
     words.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)")
     for setting in ("--decode-bos", "--decode-header"):
-        words.add_argument(setting, action="store_true", help="as in the recipe of its Stage I")
+        words.add_argument(setting, action=argparse.BooleanOptionalAction, help="default: as its Stage I had it, where that run is found")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)
     words = _command(commands, export)
@@ -422,6 +426,14 @@ def _encode_command(commands) -> None:
     words.add_argument("--dtype", **_DTYPE)
     words.add_argument("--normalize", action="store_true")
 
+# %% ../nbs/70_cli.ipynb #6083ec5b
+def _number_or_none(text: str) -> float | None:
+    "A number, or None for the word none."
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
+
 # %% ../nbs/70_cli.ipynb #399e4e4f
 def _mine_command(commands) -> None:
     words = _command(commands, mine)
@@ -429,8 +441,8 @@ def _mine_command(commands) -> None:
     words.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the pairs with their negatives (.jsonl or .jsonl.gz)")
     words.add_argument("--model", default="bm25", metavar="MODEL", help="what finds them: bm25, or a run, a folder, a hub name (default: bm25)")
     words.add_argument("--num-negatives", type=int, default=5, metavar="N", help="of a query, at most (default: 5)")
-    margin = "share of the positive's score by which a negative must score less (default: 0.05)"
-    words.add_argument("--relative-margin", type=float, default=0.05, metavar="R", help=margin)
+    margin = "share of the positive's score by which a negative must score less; none: it may score more (default: 0.05)"
+    words.add_argument("--relative-margin", type=_number_or_none, default=0.05, metavar="R", help=margin)
     words.add_argument("--absolute-margin", type=float, metavar="X", help="the same as a difference of scores")
     words.add_argument("--max-score", type=float, metavar="X", help="a negative scores at most this")
     words.add_argument("--min-score", type=float, metavar="X", help="and at least this")

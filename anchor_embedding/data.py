@@ -372,6 +372,8 @@ def find_parts(
 ) -> list[Part]:
     "What `source` consists of, in the order of file names. Raises `InputError`."
     path = Path(source)
+    if source == "":  # which would be the working folder
+        raise InputError(f"no data are named; give the path of your data ({_FORMATS}, or a folder of them)")
     if not path.exists():
         if isinstance(source, str) and not _suffix(path) and (hub := _HUB_NAME.fullmatch(source)):
             return [_hub_part(source, *hub.groups())]

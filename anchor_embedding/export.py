@@ -145,15 +145,6 @@ def module_files(
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def _source(model: str | os.PathLike) -> Path:
-    "The folder of a run's result, or of the model that was named."
-    path = Path(resolve_base(str(model)).path)
-    if (path / "recipe.toml").exists() and not (path / "final").is_dir():
-        steps = sorted(step.name for step in path.glob("step-*"))
-        raise InputError(f"{path} is a run that has not finished; export one of its checkpoints: {', '.join(steps) or 'there is none yet'}")
-    return path / "final" if (path / "final").is_dir() else path
-
-
 def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapter: bool, base: str | None, push: str | None) -> None:
     "Merged weights, or an adapter that names its base."
     model = embedder.decoder.model
@@ -422,7 +413,7 @@ def export_embedder(
     push: str | None = None,  # "owner/name": upload it there too, privately
 ) -> Path:  # `folder`
     "Write a sentence-transformers model that gives our vectors by itself. Raises `InputError`."
-    folder, source = _free_folder(folder), None if isinstance(model, Embedder) else _source(model)
+    folder, source = _free_folder(folder), None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
     scores = _read_scores(scores) if scores else None
     if scores:
         _check_scores(scores, model if source is None else source)

@@ -21,6 +21,7 @@ import numpy as np
 
 from . import __version__
 from .data import Example, read_examples
+from .display import counted
 from .docstrings import docstring_pairs
 from .embedder import Embedder
 from .errors import InputError, Stopped
@@ -29,7 +30,7 @@ from .files import write_text
 from .recipe import Pipeline, load_recipe
 from .report import findings, headline, html_report, read_metrics, results_table
 from .smollm2 import resolve_base
-from .training import train
+from .training import prepare_tokenizer, train
 
 # %% ../nbs/65_pipeline.ipynb #4468fdaa
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def split_pairs(
         pool, source = list(rest), {"data": data}
     heldout = random.Random(seed).sample(pool, min(num_heldout, len(pool) // 2 if data != "docstrings" else len(pool)))
     if len(heldout) < 2:
-        raise InputError(f"{data} has {len(pool)} pairs to hold out from; at least 4 are needed")
+        raise InputError(f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 are needed")
     texts = {text for pair in heldout for text in (pair.query, pair.positive)}
     train_pairs = [pair for pair in rest if pair.query not in texts and pair.positive not in texts]
     return SplitPairs(train_pairs, heldout, source)
@@ -154,15 +155,16 @@ def run_pipeline(
     say: Callable[[str], None] = print,
 ) -> dict:  # the report
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
-    pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
-    out = Path(out)
-    claim_folder(out, pipeline)
+    pipeline, out = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline, Path(out)
     first = next(iter(pipeline.stages.values()))
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
+    for recipe in pipeline.stages.values():
+        prepare_tokenizer(recipe, base.path)  # raises before the first arm is trained what would stop a later one
+    claim_folder(out, pipeline)
     began = time.perf_counter()
     pairs = split_pairs(first.data, pipeline.evaluation.pairs, first.seed, first.on_bad_row)
     heldout = HeldoutRetrieval([p.query for p in pairs.heldout], [p.positive for p in pairs.heldout])
-    say(f"{len(pairs.train)} pairs to train on, {len(pairs.heldout)} held out")
+    say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
     timing = {"data": round(time.perf_counter() - began, 1)}
 
     def evaluate(embedder: Embedder) -> dict:

@@ -194,15 +194,17 @@ def measured_lengths(
     examples: Sequence,   # with `query` and `positive`, for example an `ExampleStore`
     tokenizer: Callable,  # of transformers: texts → {"input_ids": …}
     sample: int = 1000,   # pairs
+    room: tuple[float, float] = (math.inf, math.inf),  # tokens that every query and every document is cut to
 ) -> dict[str, float]:  # for `mean_lengths`
     "Mean tokens of queries and documents, of a fixed random sample."
     rows = [examples[i] for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))]
     if not rows:
         raise InputError("there are no pairs to measure")
-    count = lambda texts: sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / len(texts)
-    return {"query": count([row.query for row in rows]), "document": count([row.positive for row in rows])}
+    ids = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]
+    mean = lambda texts, most: sum(min(len(text), most) for text in ids(texts)) / len(texts)
+    return {"query": mean([row.query for row in rows], room[0]), "document": mean([row.positive for row in rows], room[1])}
 
-# %% ../nbs/42_plan.ipynb #1bf3b093
+# %% ../nbs/42_plan.ipynb #9771e45d
 def _local_tokenizer(base: str):
     "The tokenizer of a base that is on this machine; None when it is not."
     from transformers import AutoTokenizer
@@ -216,16 +218,21 @@ def _local_tokenizer(base: str):
 
 
 def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_lengths`
-    "Mean tokens of a recipe's own data; None when the data or the base's tokenizer are not on this machine."
+    "Mean tokens of a recipe's own data and template; None when the data or the base's tokenizer are not on this machine."
     from anchor_embedding.docstrings import docstring_pairs
     from anchor_embedding.store import open_examples
+    from anchor_embedding.text import make_template
 
     there = recipe.data == "docstrings" or Path(recipe.data).exists()
     tokenizer = _local_tokenizer(recipe.base) if there else None
     if tokenizer is None:
         return None
     found = docstring_pairs().train if recipe.data == "docstrings" else open_examples(recipe.data, recipe.on_bad_row, say=lambda text: None)
-    return measured_lengths(found, tokenizer)
+    made = make_template(tokenizer, recipe.template, recipe.eos_token or None)
+    template = len(made.header) + len(made.footer) + 1
+    told = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
+    room = tuple(max(1, recipe.max_length - template - more) for more in (told, 0))
+    return measured_lengths(found, tokenizer, room=room) | {"template": template}
 
 # %% ../nbs/42_plan.ipynb #342828b5
 def pair_tokens(
@@ -236,7 +243,7 @@ def pair_tokens(
     for key, value in (mean_lengths or {}).items():
         if key not in MEAN_LENGTHS or not 0 <= value < math.inf:
             raise InputError(f"mean length {key!r} = {value!r}: give numbers of tokens for {', '.join(MEAN_LENGTHS)}")
-    mean = MEAN_LENGTHS | dict(mean_lengths or {})
+    mean = MEAN_LENGTHS | ({"template": 1} if recipe.template == "plain" else {}) | dict(mean_lengths or {})
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
     document = min(recipe.max_length, mean["document"] + mean["template"])

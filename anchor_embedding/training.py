@@ -52,6 +52,7 @@ from anchor_embedding.decoder import (
     load_decoder,
     merge_lora,
 )
+from .display import counted
 from .docstrings import docstring_pairs
 from .embedder import Embedder, load_pause_tokens, read_settings, read_tokenizer, write_embedder
 from .errors import InputError, Stopped
@@ -140,6 +141,12 @@ class TrainingData:
             return self.examples.lengths
         return np.array([len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in self.examples])
 
+    @cached_property
+    def most_negatives(self) -> int:
+        "Hard negatives of the row that has most of them."
+        stored = isinstance(self.examples, ExampleStore)
+        return int(max(self.examples.negatives_per_row if stored else [len(e.negatives) for e in self.examples]))
+
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
         "What process `rank` of `world` holds of the batch of a step: as many rows as the others, and about as much text."
         rows = self.plan.step(step)
@@ -171,6 +178,10 @@ class BatchesAhead:
             yield
         finally:
             self.found.exception()  # waits; whoever takes the batch is told
+
+    def close(self) -> None:
+        "End the thread; no batch is made ahead after that."
+        self.pool.shutdown()
 
 # %% ../nbs/45_training.ipynb #6f3f1ca8
 def load_examples(
@@ -227,7 +238,11 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
-    return TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    tokenizer = TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    if recipe.decode_header and not tokenizer.template.header:
+        style = tokenizer.template.style
+        raise InputError(f"decode_header = true, but the {style} template of {base} has no header: set decode_header=false, or another template")
+    return tokenizer
 
 # %% ../nbs/45_training.ipynb #211983a3
 def prepare_embedder(
@@ -432,6 +447,13 @@ class Training:
         seconds = round(time.perf_counter() - began, 4)
         return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
 
+    def close(self) -> None:
+        "End the thread and the trackers, and let others have the folder."
+        self.batches.close()
+        self.folder.release()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
 # %% ../nbs/45_training.ipynb #8aab21da
 def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
     "Raise `InputError` for a name among `lora_targets` that no layer has."
@@ -588,9 +610,7 @@ def train(
             _loop(run, evaluate, stop, bar, on_step)
         return finish(run)
     finally:
-        run.folder.release()
-        for tracker in run.accelerator.trackers:
-            tracker.finish()
+        run.close()
 
 
 def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
@@ -611,15 +631,20 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         _answer(run, stop, done)
 
 # %% ../nbs/45_training.ipynb #a04c0fd2
-def negatives_pool(recipe: Recipe) -> str:
+def negatives_pool(
+    recipe: Recipe,
+    most: int,  # hard negatives of the row that has most of them
+) -> str:
     "How many texts a query is compared with, in words."
     if recipe.contrastive_weight:
-        return f"{recipe.batch_size - 1} in-batch positives for every query, in the contrastive term"
+        return f"{counted(recipe.batch_size - 1, 'in-batch positive')} for every query, in the contrastive term"
     if recipe.hard_negatives is None:
         return "none"
     pairs = recipe.negatives_pool or recipe.batch_size
-    hard = f" and up to {pairs * recipe.hard_negatives} hard negatives" if recipe.hard_negatives else ""
-    return f"{pairs - 1} in-batch positives{hard} for every query"
+    taken = min(recipe.hard_negatives, most)
+    hard = f" and up to {counted(pairs * taken, 'hard negative')}" if taken else ""
+    none = "; the data have no hard negatives" if recipe.hard_negatives and not most else ""
+    return f"{counted(pairs - 1, 'in-batch positive')}{hard} for every query{none}"
 
 
 def write_card(run: Training) -> str:
@@ -632,7 +657,7 @@ def write_card(run: Training) -> str:
     packages = ("torch", "transformers", "peft", "accelerate")
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
-        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe),
+        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe, run.data.most_negatives),
         "temperature": recipe.temperature, "deviations": deviations(recipe), "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
     }  # fmt: skip
@@ -642,7 +667,8 @@ def write_card(run: Training) -> str:
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
     pool = f"; {card['negatives_pool']}" if recipe.objective != "reconstruction" else ""
-    return f"{len(run.data.examples)} pairs, {trained:,} of {total:,} parameters trained, {recipe.steps} steps of {recipe.batch_size}{pool}"
+    pairs, steps = counted(len(run.data.examples), "pair"), counted(recipe.steps, "step")
+    return f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of {recipe.batch_size}{pool}"
 
 # %% ../nbs/45_training.ipynb #e00824d0
 def _save_final(run: Training, final: Path) -> None:

@@ -346,7 +346,7 @@ def test_tasks_of_the_hub_without_a_hub(saved, quick, monkeypatch):
 def test_unknown_names(saved, quick, tmp_path):
     with pytest.raises(InputError, match="did you mean `Pairs`"):
         evaluate(saved, **quick | {"tasks": "Pair"})
-    with pytest.raises(InputError, match="no model"):
+    with pytest.raises(InputError, match="cannot load model"):
         evaluate(tmp_path / "nowhere", **quick)
     with pytest.raises(InputError, match="one of paper, mteb"):
         evaluate(saved, **quick, prompts="papers")

@@ -15,6 +15,7 @@ from anchor_embedding.cli import main
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
 from anchor_embedding.testing import PROSE, tiny_tokenizer
+from anchor_embedding.text import TextTokenizer
 
 WORDS = PROSE.split()
 
@@ -102,6 +103,18 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
     np.testing.assert_allclose(vectors, Embedder.from_pretrained(model, dtype="float32").encode(rows), rtol=1e-4, atol=1e-5)
     assert main(["train", "stage1", *settings(base, pairs, "checkpoint_every=2"), "--out", str(tmp_path / "one"), "--resume"]) == 0
+
+
+def test_reading_takes_what_stood_around_the_anchor_from_the_run(base, pairs, tmp_path, capsys):
+    assert main(["train", "stage1", *settings(base, pairs, "decode_bos=true", "decode_header=true"), "--out", str(tmp_path / "one")]) == 0
+    assert main(["train", "stage2", *settings(tmp_path / "one" / "final", pairs), "--out", str(tmp_path / "two")]) == 0
+    embedder = Embedder.from_pretrained(tmp_path / "two" / "final", dtype="float32")
+    for words, around in {(): (True, True), ("--no-decode-bos",): (False, True), ("--no-decode-bos", "--no-decode-header"): (False, False)}.items():
+        capsys.readouterr()
+        assert main(["read", str(tmp_path / "two"), "what holds the ship", "--dtype", "float32", *words]) == 0
+        expected = embedder.read("what holds the ship", decode_bos=around[0], decode_header=around[1])
+        assert capsys.readouterr().out == f"{expected}\n"
+        assert (str(expected) != str(embedder.read("what holds the ship"))) == any(around)
 
 
 def test_recipes_are_listed_and_shown(capsys):
@@ -218,11 +231,14 @@ def test_plan_tells_what_does_not_fit(capsys):
 
 
 def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
-    assert main(["plan", "stage1", *settings(base, pairs, "max_length=512"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    tokenizer, rows = tiny_tokenizer("smollm2"), [json.loads(line) for line in pairs.read_text().splitlines()]
-    expected = [sum(len(tokenizer(row[side])["input_ids"]) for row in rows) / len(rows) + 6 for side in ("query", "positive")]
-    assert [found["tokens_per_pair"][side] for side in ("query", "document")] == expected and found["lengths"] == "of the data"
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for template, longest in (("auto", 512), ("plain", 512), ("plain", 16)):
+        assert main(["plan", "stage1", *settings(base, pairs, f"max_length={longest}", f"template={template}"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), template, longest)
+        expected = [sum(map(len, tokenizer([row[side] for row in rows]))) / len(rows) for side in ("query", "positive")]
+        assert [found["tokens_per_pair"][side] for side in ("query", "document")] == pytest.approx(expected)
+        assert found["lengths"] == "of the data"
     assert main(["plan", "stage1", "--set", f"base={base}", "--set", "data=nowhere.jsonl"]) == 0
     assert "mean tokens (assumed): query 22, document 134" in capsys.readouterr().out
 

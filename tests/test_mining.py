@@ -60,7 +60,7 @@ def first_batch(data, base, capsys, *more):
 
 
 def test_the_card_tells_what_was_done(pairs, mined, capsys):
-    card = json.loads((mined.parent / "numpy.card.json").read_text())
+    card = json.loads((mined.parent / "numpy.jsonl.card.json").read_text())
     examples = read_examples(mined)
     assert [(e.query, e.positive) for e in examples] == [(e.query, e.positive) for e in read_examples(pairs)]
     assert card["model"] == "bm25" and card["settings"]["num_negatives"] == 4 and card["rows"] == 240
@@ -101,7 +101,7 @@ def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, 
         train(small(data, base, f"hard_negatives={hard}", "steps=20"), run, **QUIET)
         assert judge(Embedder.from_pretrained(run / "final").encode)["mrr"] > 1.2 * untrained
         card = json.loads((run / "card.json").read_text())
-    assert card["fingerprint"] == json.loads((mined.parent / "numpy.card.json").read_text())["fingerprint"]
+    assert card["fingerprint"] == json.loads((mined.parent / "numpy.jsonl.card.json").read_text())["fingerprint"]
 
 
 def test_every_kind_of_model_mines(pairs, base, tmp_path):
@@ -139,7 +139,7 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
     assert main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--model", str(exported), "--instructions", str(told)]) == 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("x", ".x"))]
     assert main(["mine", str(pairs), "--out", str(tmp_path / "y.jsonl"), "--model", str(base), "--instructions", str(told)]) == 0
-    assert json.loads((tmp_path / "y.card.json").read_text())["instructions"] == str(told)
+    assert json.loads((tmp_path / "y.jsonl.card.json").read_text())["instructions"] == str(told)
 
 
 def test_datasets_stay_apart(tmp_path):
@@ -244,6 +244,14 @@ def test_bad_input_is_one_line(pairs, tmp_path, capsys, monkeypatch, arguments, 
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_name_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["mine", "", "--out", "mined.jsonl"], ["data", "check", ""]):
+        assert main(arguments) == 2
+        assert "anchor: no data are named; give the path of your data" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
     path = tmp_path / "pairs.csv"
     path.write_text("question,answer\nhow to sort a list,Call sort on the list.\nhow to open,\nto get a sorted list,Call sorted on the list.\n")
@@ -251,6 +259,20 @@ def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
     assert "pairs.csv:3: 'answer' is empty" in capsys.readouterr().err
     assert main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl"), "--on-bad-row", "skip"]) == 0
     assert [e.negatives for e in read_examples(tmp_path / "mined.jsonl")] == [("Call sorted on the list.",), ("Call sort on the list.",)]
+
+
+def test_the_margin_can_be_left_out(pairs, tmp_path, capsys):
+    found = {}
+    for margin in ("none", "0", "0.05"):
+        assert main(["mine", str(pairs), "--out", str(tmp_path / f"{margin}.jsonl"), "--relative-margin", margin, "--json"]) == 0
+        card = json.loads(capsys.readouterr().out)
+        assert card["settings"]["relative_margin"] == (None if margin == "none" else float(margin))
+        found[margin] = card["datasets"]["numpy"]
+    assert [found[margin]["too_close"] > 0 for margin in found] == [False, True, True]
+    assert found["none"]["negatives"] > found["0"]["negatives"] > found["0.05"]["negatives"]
+    with pytest.raises(SystemExit):
+        main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--relative-margin", "some"])
+    assert "'some' is neither a number nor none" in capsys.readouterr().err
 
 
 def test_help_names_every_setting(capsys):
