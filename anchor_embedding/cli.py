@@ -404,7 +404,7 @@ def _bench_command(commands) -> None:
     words.add_argument("kind", metavar="KIND", help="stage1, stage2, encode, or all (then also how cost grows)")
     words.add_argument("--shape", default="smollm2", metavar="NAME", help="tiny, smollm2, or random weights of a published shape (default: smollm2)")
     words.add_argument("--device", metavar="NAME", help="cpu or cuda (default: the accelerator if there is one)")
-    words.add_argument("--against", metavar="PEERS", help="textbook, sentence-transformers, with commas (default: both)")
+    words.add_argument("--against", metavar="PEERS", help="textbook, released, sentence-transformers, with commas (default: all)")
     words.add_argument("--data", metavar="SOURCE", help="real pairs in place of random words")
     words.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of every side (default: 3)")
     words.add_argument("--pairs", type=int, metavar="N", help="pairs of a batch, texts for encode (default: by kind and device)")
