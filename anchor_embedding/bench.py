@@ -200,8 +200,9 @@ def batch_flops(
     if recipe.objective == "contrastive":
         adapters = trained_parameters(recipe, shape) if recipe.tuning == "lora" else 0
         return needed_flops(shape, encoded, 0, recipe.tuning, adapters)
-    bodies = [len(text.body) for text in [*batch.queries, *batch.positives]]
-    return needed_flops(shape, encoded + bodies, sum(bodies), recipe.tuning)
+    texts = [*batch.queries, *batch.positives]
+    decoded = [recipe.decode_bos + recipe.decode_header * text.start + len(text.body) for text in texts]
+    return needed_flops(shape, encoded + decoded, sum(len(text.body) for text in texts), recipe.tuning)
 
 # %% ../nbs/59_bench.ipynb #5ff2c53c
 def matmul_peak(
@@ -359,14 +360,16 @@ def padded_decode_loss(
     model,  # a causal LM of transformers
     anchors: torch.Tensor,  # (n, d)
     texts: Sequence[TokenizedText],
+    before: Sequence[int] = (),  # tokens in front of every anchor
 ) -> torch.Tensor:  # scalar, nats
-    "Sum of -log p over the bodies, each behind its anchor, from a padded rectangle and all its logits."
-    ids, real = rectangle([text.body for text in texts], model.device)
-    embeddings = model.get_input_embeddings()(ids)
-    rows = torch.cat([anchors[:, None].to(embeddings.dtype), embeddings], 1)
-    logits = model(inputs_embeds=rows, attention_mask=F.pad(real, (1, 0), value=True).long(), use_cache=False).logits
-    labels = ids.masked_fill(~real, -100)
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="sum")
+    "Sum of -log p over the bodies, each behind its anchor and its header, from a padded rectangle and all its logits."
+    ids, real = rectangle([[*before, 0, *text.ids[: text.start], *text.body] for text in texts], model.device)
+    embeddings, slot = model.get_input_embeddings()(ids), len(before)
+    rows = torch.cat([embeddings[:, :slot], anchors[:, None].to(embeddings.dtype), embeddings[:, slot + 1 :]], 1)
+    logits = model(inputs_embeds=rows, attention_mask=real.long(), use_cache=False).logits
+    first = torch.tensor([[slot + 1 + text.start] for text in texts], device=ids.device)
+    labels = ids.masked_fill(~real | (torch.arange(ids.shape[1], device=ids.device) < first), -100)
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
 
 # %% ../nbs/59_bench.ipynb #33b812fa
 def padded_positions(
@@ -375,7 +378,7 @@ def padded_positions(
 ) -> int:
     "Tokens and pads in the four rectangles of all micro-batches."
     parts = [batch.take(range(start, min(start + micro_batch, len(batch)))) for start in range(0, len(batch), micro_batch)]
-    width = lambda side: max(len(text.ids) for text in side) + 1 + max(len(text.body) for text in side)
+    width = lambda side: max(len(text.ids) for text in side) + 2 + max(text.start + len(text.body) for text in side)
     return sum(len(part) * (width(part.queries) + width(part.positives)) for part in parts)
 
 # %% ../nbs/59_bench.ipynb #67e32c73
@@ -421,8 +424,9 @@ class Textbook:
     def loss(self, part: TokenBatch, counts: Sequence[int]) -> torch.Tensor:
         "The part of a micro-batch in the loss of the whole batch (equation 5)."
         queries, documents = (padded_vectors(self.model.base_model, [t.ids for t in side]) for side in (part.queries, part.positives))
-        q2d = padded_decode_loss(self.model, queries, part.positives) / counts[0]
-        d2q = padded_decode_loss(self.model, documents, part.queries) / counts[1]
+        before = (self.tokenizer.template.bos,)
+        q2d = padded_decode_loss(self.model, queries, part.positives, before) / counts[0]
+        d2q = padded_decode_loss(self.model, documents, part.queries, before) / counts[1]
         return self.recipe.alpha * q2d + (1 - self.recipe.alpha) * d2q
 
 # %% ../nbs/59_bench.ipynb #1eba5eea
@@ -535,10 +539,11 @@ def default(table: dict[str, dict | int], device: torch.device):
 
 
 def stage(request: Request, kind: str) -> tuple[Recipe, Engine, list[Example]]:
-    "The shipped recipe of a stage on the base of a bench, its engine, and a batch of pairs."
+    "The shipped recipe of a stage on the base of a bench, BOS and header around the anchor, its engine, and a batch of pairs."
     count = request.pairs or default(PAIRS, request.device)[kind]
     changes = {"base": request.base, "batch_size": count, "dtype": request.dtype, "instructions": "none"}
-    recipe = load_recipe(kind).replace(**changes, **({"lora_dropout": 0.0} if kind == "stage2" else {}))
+    changes |= {"lora_dropout": 0.0} if kind == "stage2" else {"decode_bos": True, "decode_header": True}
+    recipe = load_recipe(kind).replace(**changes)
     engine = Engine(recipe, request.device, lambda text: None)
     pairs = request.take(engine.tokenizer.tokenizer, count)
     if kind == "stage2" and not all(pair.negatives for pair in pairs):
