@@ -680,19 +680,21 @@ def play(
     contest: Contest,
     rounds: int = 3,
     say: Callable[[str], None] = print,
-) -> list[dict]:  # a row a side and round; round 0 is not timed
+) -> list[dict]:  # a row a side and round
     "Run all sides by turns and check them. Raises `Disagreement`."
-    rows = []
-    for number in range(rounds + 1):
+    rows, device = [], contest.device
+    for number in range(rounds):
         results = {}
         for side in contest.sides[:: -1 if number % 2 else 1]:
-            peak = matmul_peak(contest.device, contest.dtype) if number else None
-            with Clock(contest.device, memory=not number) as clock:
+            with Clock(device, memory=True) as cold:
+                side.run(contest.work)
+            peak = matmul_peak(device, contest.dtype)
+            with Clock(device) as clock:
                 results[side.name] = side.run(contest.work)
-            row = {"round": number, "side": side.name, "seconds": clock.seconds, "cpu_seconds": clock.cpu_seconds, "matmul_peak": peak}
+            times = {"seconds": clock.seconds, "cpu_seconds": clock.cpu_seconds, "first_seconds": cold.seconds, "matmul_peak": peak}
             figures = {key: value for key, value in results[side.name].items() if key != "vectors"}
-            rows.append(row | {"memory_start": clock.start, "memory_peak": clock.peak} | figures)
-            say(f"  {f'round {number}' if number else 'warm-up'}: {side.name} {clock.seconds:.2f} s")
+            rows.append({"round": number, "side": side.name, **times, "memory_start": cold.start, "memory_peak": cold.peak, **figures})
+            say(f"  round {number + 1}: {side.name} {clock.seconds:.2f} s")
         for row in rows[-len(results) :]:
             row["difference"] = check_same(row["side"], results["ours"], results[row["side"]], contest.dtype)
     return rows
@@ -705,17 +707,18 @@ def summary(
     "What the rounds say of every side."
     found = {}
     for side in contest.sides:
-        first, *own = [row for row in rows if row["side"] == side.name]
+        own = [row for row in rows if row["side"] == side.name]
         seconds = statistics.median(row["seconds"] for row in own)
+        added = [row["memory_peak"] - row["memory_start"] for row in own if row["memory_start"] is not None]
         found[side.name] = {
             "seconds": seconds, "fastest": min(row["seconds"] for row in own), "slowest": max(row["seconds"] for row in own),
             "pairs_per_second": contest.pairs / seconds, "tokens_per_second": contest.tokens / seconds,
             "mfu": statistics.median(contest.flops / row["seconds"] / row["matmul_peak"] for row in own),
-            "memory_peak": first["memory_peak"], "settings": side.settings,
-            "memory_added": None if first["memory_start"] is None else first["memory_peak"] - first["memory_start"],
+            "memory_peak": max((row["memory_peak"] for row in own if row["memory_peak"]), default=None),
+            "memory_added": max(added, default=None), "settings": side.settings,
         }  # fmt: skip
         found[side.name]["ratio"] = seconds / found["ours"]["seconds"]
-        pairs = zip((row["seconds"] for row in rows if row["side"] == "ours" and row["round"]), (row["seconds"] for row in own), strict=True)
+        pairs = zip((row["seconds"] for row in rows if row["side"] == "ours"), (row["seconds"] for row in own), strict=True)
         found[side.name]["ratios"] = [theirs / ours for ours, theirs in pairs]
     return found
 
@@ -947,7 +950,7 @@ def contest_record(contest: Contest, shape: ModelShape, rounds: int, say: Callab
     "Check, play, sum up, take apart."
     exact = check_exact(contest)
     rows = play(contest, rounds, say)
-    peak = statistics.median(row["matmul_peak"] for row in rows if row["round"])
+    peak = statistics.median(row["matmul_peak"] for row in rows)
     work = {"pairs": contest.pairs, "tokens": contest.tokens, "flops": contest.flops, "dtype": str(contest.dtype).removeprefix("torch.")}
     return {**work, "matmul_peak": peak, "recipe": contest.settings, "exact": exact, "sides": summary(contest, rows), "rounds": rows,
             "profile": profile(contest, shape.vocab_size)}  # fmt: skip
@@ -973,6 +976,7 @@ def bench(
     for name, value in {"rounds": rounds, "pairs": pairs}.items():
         if value is not None and value < (2 if name == "pairs" else 1):
             raise InputError(f"{name} = {value}: give at least {2 if name == 'pairs' else 1}")
+    save = lambda record: write_text(json_file, json.dumps(record, indent=1) + "\n") if json_file else None  # as far as it is
     with without_bars(), base_model(shape, found, say) as base:
         request = Request(base, shape_of(base), found, dtype, against, data, pairs, say)
         record = {"about": about(shape, found, request.compute, rounds, data) | ({"note": note} if note else {}), "contests": {}}
@@ -980,11 +984,11 @@ def bench(
             say(f"{name} on {shape}, {record['about']['dtype']}, {record['about']['device']}")
             for each, contest in KINDS[name](request).items():
                 record["contests"][each] = contest_record(contest, request.shape, rounds, say)
+                save(record)
             del contest
             give_back(found)
         if growth or (growth is None and kind == "all"):
             say("growth: length, batch, data")
             record["growth"] = {"length": growth_by_length(request), "batch": growth_by_batch(found), "data": growth_by_data()}
-    if json_file:
-        write_text(json_file, json.dumps(record, indent=1) + "\n")
+            save(record)
     return record
