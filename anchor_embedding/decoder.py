@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
 
+from .agreement import LogitForm, Outputs, check_configuration, distance, eager_outputs
 from .errors import InputError
 from .layers import fuse_lora, fuse_mlps, fuse_norms, fuse_with_liger, split_frozen
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
@@ -40,6 +41,7 @@ class CausalDecoder(nn.Module):
         super().__init__()
         self.model, self.compute_dtype = model, compute_dtype
         self.embedding_scale = 1.0  # factor the model itself puts on its input embeddings; measured by `probe`
+        self.logit_form = LogitForm()  # how logits follow from the head; found by `probe`
         self.attention = "causal"  # of the encode pass; see `anchor_embedding.bidirectional.set_attention`
         self.liger = 0  # modules that liger-kernel computes
 
@@ -57,6 +59,10 @@ class CausalDecoder(nn.Module):
     def states(self, batch: PackedBatch) -> torch.Tensor:
         "(T, d): the states of the encode pass."
         return packed_forward(self.causal_lm.get_decoder(), batch, causal=self.attention == "causal")
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        "(…, V): what the model predicts from states (…, d), scaled and capped as by the model itself."
+        return self.logit_form(F.linear(states, self.head.weight, self.head.bias))
 
     def encode(self, batch: PackedBatch, pooling: str = "eos") -> torch.Tensor:
         "(n, d): one vector per text."
@@ -78,11 +84,8 @@ def pool_eos(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 def _weighted_mean(hidden, batch, weights):
     "(n, d): mean of (T, d) states with (T,) weights, in float32."
-    text = torch.repeat_interleave(
-        torch.arange(len(batch), device=hidden.device),
-        torch.tensor(batch.lengths, device=hidden.device),
-        output_size=len(hidden),
-    )
+    tokens = torch.arange(len(hidden), device=hidden.device)
+    text = torch.searchsorted(batch.cu_seqlens[1:].long(), tokens, right=True)
     sums = hidden.new_zeros(len(batch), hidden.shape[1], dtype=torch.float32)
     sums = sums.index_add(0, text, hidden.float() * weights[:, None])
     return sums / sums.new_zeros(len(batch)).index_add(0, text, weights)[:, None]
@@ -112,8 +115,9 @@ def repeated(
     lengths = tuple(2 * n - 1 for n in batch.lengths)
     positions = torch.arange(int(ends[-1])) - starts.repeat_interleave(2 * size - 1)
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
-    second = batch.positions + (starts + size - 1).repeat_interleave(size).to(device)
-    return PackedBatch(torch.cat(copies), positions.to(device), boundaries.to(device), lengths), second
+    second = (starts + size - 1).repeat_interleave(size)
+    positions, boundaries, second = (x.to(device, non_blocking=True) for x in (positions, boundaries, second))
+    return PackedBatch(torch.cat(copies), positions, boundaries, lengths), batch.positions + second
 
 
 POOLINGS |= {"echo_eos": pool_eos, "echo_mean": pool_mean}  # of the second copy
@@ -136,7 +140,7 @@ class _VocabularyFunction(torch.autograd.Function):
     "Sum of -log p(target) of (N, d) states under a (V, d) weight; gradients are made with the loss."
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, dtype, trained):
+    def forward(ctx, hidden, weight, bias, targets, form, dtype, trained):
         wants = [trained and wanted for wanted in ctx.needs_input_grad[:3]]
         low, low_bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
         total, rows = hidden.new_zeros((), dtype=torch.float32), max(1, CHUNK_LOGITS // len(weight))
@@ -144,11 +148,12 @@ class _VocabularyFunction(torch.autograd.Function):
         gradients = [torch.zeros_like(x, dtype=kind) if wanted else None for x, kind, wanted in shapes]
         for start in range(0, len(hidden), rows):
             part, target = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
-            log_p = F.log_softmax(F.linear(part, low, low_bias), 1, dtype=torch.float32)
+            logits = form(F.linear(part, low, low_bias))
+            log_p = F.log_softmax(logits, 1, dtype=torch.float32)
             total -= log_p.gather(1, target).sum()
             if any(wants):
                 error = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1.0, dtype=torch.float32))
-                _add_gradients(gradients, start, error, part, low)
+                _add_gradients(gradients, start, _through(form, logits, error), part, low)
         ctx.save_for_backward(*(x if x is None else x.to(dtype) for x in gradients))
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
@@ -156,7 +161,14 @@ class _VocabularyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, above):
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if x is None else (x * above).to(dtype) for x, dtype in pairs), None, None, None
+        return *(None if x is None else (x * above).to(dtype) for x, dtype in pairs), None, None, None, None
+
+
+def _through(form: LogitForm, logits, error):
+    "The gradient of what the head gives, from the gradient of the logits (both (n, V), float32)."
+    if form.cap is not None:
+        error *= 1 - (logits.float() / form.cap).square()
+    return error if form.scale == 1 else error.mul_(form.scale)
 
 
 def _add_gradients(gradients, start: int, error, part, weight) -> None:
@@ -180,14 +192,9 @@ def vocabulary_loss(
     kind, head = hidden.device.type, decoder.head
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
-        return _VocabularyFunction.apply(hidden, head.weight, head.bias, targets, dtype, torch.is_grad_enabled())
+        return _VocabularyFunction.apply(hidden, head.weight, head.bias, targets, decoder.logit_form, dtype, torch.is_grad_enabled())
 
 # %% ../nbs/15_decoder.ipynb #849d3d63
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    "Relative distance |a - b| / |b|."
-    return (torch.linalg.norm((a - b).float()) / torch.linalg.norm(b.float()).clamp_min(1e-12)).item()
-
-
 def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
     "Factor between the given input embeddings and what the first decoder layer gets."
     backbone, seen = decoder.causal_lm.get_decoder(), {}
@@ -203,7 +210,7 @@ def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
         handle.remove()
     got = seen["input"].flatten(0, -2).float()
     scale = ((got * given.float()).sum() / given.float().square().sum()).item()
-    if _distance(given.float() * scale, got) > 0.01:
+    if distance(given.float() * scale, got) > 0.01:
         raise InputError("its first layer does not see the (scaled) input embeddings")
     return scale
 
@@ -213,22 +220,25 @@ def _demand(holds: bool, fault: str) -> None:
         raise InputError(fault)
 
 
-def _check_states(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
-    "Causal, packed without leaks, logits are the head of the last state."
-    backbone, device, size = decoder.causal_lm.get_decoder(), decoder.device, len(decoder.head.weight)
-    batch, changed = pack([first], device), first[:-1] + [(first[-1] + 1) % size]
-    alone = packed_forward(backbone, batch)
-    if not alone.isfinite().all():
+def _check_finite(decoder: CausalDecoder, states: torch.Tensor) -> None:
+    "States that are not finite are named for what they are."
+    if not states.isfinite().all():
         bad = next((name for name, weight in decoder.named_parameters() if not weight.isfinite().all()), None)
         raise InputError(f"its weights are not finite ({bad}): it has diverged" if bad else "its states are not finite in this dtype; take float32")
-    _demand(_distance(packed_forward(backbone, pack([changed], device))[:-1], alone[:-1]) < tolerance, "its attention is not causal")
-    together = packed_forward(backbone, pack([second, first], device))[len(second) :]
-    _demand(_distance(together, alone) < tolerance, "packed texts see each other")
-    logits = decoder.causal_lm(
-        input_ids=batch.ids[None], position_ids=batch.positions[None], cu_seqlens=batch.cu_seqlens, lengths=batch.lengths, use_cache=False
-    ).logits[0]
-    plain = F.linear(alone, decoder.head.weight, decoder.head.bias)
-    _demand(_distance(logits, plain) < tolerance, "its logits are scaled or soft-capped after the head")
+
+
+def _check_states(decoder: CausalDecoder, texts: list[list[int]], eager: Outputs, tolerance: float) -> None:
+    "Packed states and logits are those of eager attention, and causal."
+    backbone, device, size, (first, second) = decoder.causal_lm.get_decoder(), decoder.device, len(decoder.head.weight), texts
+    _check_finite(decoder, eager.states)
+    packed = packed_forward(backbone, pack([second, first], device))
+    packed = torch.cat([packed[len(second) :], packed[: len(second)]])
+    _check_finite(decoder, packed)
+    error = distance(packed, eager.states)
+    _demand(error < tolerance, f"packed texts get other states than each alone with eager attention (relative distance {error:.2g})")
+    changed = packed_forward(backbone, pack([first[:-1] + [(first[-1] + 1) % size]], device))
+    _demand(distance(changed[:-1], packed[: len(first) - 1]) < tolerance, "its attention is not causal")
+    _demand(distance(decoder.logits(packed), eager.logits) < tolerance, "its logits are not its head applied to its last state, scaled or capped")
 
 
 def _check_anchors(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
@@ -237,24 +247,34 @@ def _check_anchors(decoder: CausalDecoder, first: list[int], second: list[int], 
     anchors = torch.randn(2, decoder.hidden_size, generator=torch.Generator().manual_seed(0)).to(decoder.device)
     other, pair = torch.stack([-anchors[0], anchors[1]]), pack([first, second], decoder.device)
     states, changed = decoder.decode(anchors, pair), decoder.decode(other, pair)
-    _demand(_distance(changed[:1], states[:1]) > tolerance, "the anchor does not reach the first prediction")
-    _demand(_distance(changed[len(first) :], states[len(first) :]) < tolerance, "an anchor reaches another text")
+    _demand(distance(changed[:1], states[:1]) > tolerance, "the anchor does not reach the first prediction")
+    _demand(distance(changed[len(first) :], states[len(first) :]) < tolerance, "an anchor reaches another text")
 
 # %% ../nbs/15_decoder.ipynb #86414244
+def probe_texts(
+    model,  # a causal LM of transformers
+) -> list[list[int]]:
+    "Two short texts of random tokens."
+    size, generator = len(model.get_output_embeddings().weight), torch.Generator().manual_seed(0)
+    return [torch.randint(0, size, (n,), generator=generator).tolist() for n in (9, 13)]
+
+
 @torch.no_grad()
-def probe(decoder: CausalDecoder) -> None:
-    "Check on random tokens that the model is one this package can train; sets `embedding_scale`. Raises `InputError` naming model and fault."
-    name, weight = type(decoder.causal_lm).__name__, decoder.head.weight
-    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.1
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(0, len(weight), (n,), generator=generator).tolist() for n in (9, 13))
-    was_training = decoder.training
+def probe(
+    decoder: CausalDecoder,
+    eager: Outputs | None = None,  # of `probe_texts`, made before anything in the model was replaced; None = made now
+) -> None:
+    "Check that the model is one this package can train; sets `logit_form`, `embedding_scale`. Raises `InputError` naming model and fault."
+    model, was_training = decoder.causal_lm, decoder.training
+    tolerance = 1e-3 if decoder.head.weight.dtype == torch.float32 else 0.1
     decoder.eval()
     try:
-        _check_states(decoder, first, second, tolerance)
-        _check_anchors(decoder, first, second, tolerance)
+        texts = probe_texts(model)
+        decoder.logit_form = check_configuration(model.config)
+        _check_states(decoder, texts, eager or eager_outputs(model, texts), tolerance)
+        _check_anchors(decoder, *texts, tolerance)
     except (InputError, TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-        raise InputError(f"{name} cannot be used: {error}") from error
+        raise InputError(f"{type(model).__name__} cannot be used: {error}") from error
     finally:
         decoder.train(was_training)
 
@@ -369,19 +389,29 @@ def load_decoder(
         return _load_adapter(name, dtype, device, compute_dtype)
     try:
         to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}  # straight to where it will live
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **to)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager", **to)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise InputError(
             f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
         ) from error
     if torch.device(device).type == "cpu":
         keep_freed_memory()
-    fuse_norms(model.get_decoder())
-    fuse_mlps(model.get_decoder())
-    decoder = CausalDecoder(model.to(device), compute_dtype).eval()
-    if torch.device(device).type == "cuda":
+    return _made_ready(model.to(device).eval(), compute_dtype)
+
+
+def _made_ready(model, compute_dtype) -> CausalDecoder:
+    "A model as transformers loads it, with packed attention and fewer passes, compared with what it was before."
+    try:
+        eager = eager_outputs(model, probe_texts(model))
+        fuse_norms(model.get_decoder())
+        fuse_mlps(model.get_decoder())
+        model.set_attn_implementation(ATTENTION)
+    except (InputError, TypeError, AttributeError, KeyError, RuntimeError, ValueError, ImportError, NotImplementedError) as error:
+        raise InputError(f"{type(model).__name__} cannot be used: {error}") from error
+    decoder = CausalDecoder(model, compute_dtype).eval()
+    if decoder.device.type == "cuda":
         decoder.liger = fuse_with_liger(model)
-    probe(decoder)
+    probe(decoder, eager)
     return decoder
 
 # %% ../nbs/15_decoder.ipynb #89c21927
