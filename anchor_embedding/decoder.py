@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'repeated', 'check_echo',
-           'vocabulary_loss', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory', 'free_memory',
-           'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen',
-           'merge_lora']
+           'vocabulary_loss', 'probe_texts', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory',
+           'free_memory', 'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora',
+           'halve_frozen', 'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
 import ctypes
