@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'VOCABULARY', 'attention_of', 'Outputs', 'eager_outputs', 'backbone_of', 'distance', 'LogitForm',
-           'logit_form', 'small_copy', 'random_model', 'check_configuration', 'compare_packed']
+           'logit_form', 'small_copy', 'random_model', 'models_within', 'check_configuration', 'compare_packed']
 
 # %% ../nbs/14_agreement.ipynb #a194a1ed
 import json
@@ -68,6 +68,8 @@ def backbone_of(model) -> nn.Module:
         raise InputError("it has no decoder apart from its head")
     if not isinstance(head, nn.Linear):
         raise InputError("it has no linear vocabulary head")
+    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList):
+        raise InputError("its layers are not in a list named layers")
     return backbone
 
 
@@ -94,7 +96,7 @@ def logit_form(
     outputs: Outputs,  # its own
 ) -> LogitForm:
     "How the model makes its logits. Raises `InputError` where it is by neither scale nor cap."
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head, config = model.get_output_embeddings(), model.config
     z = nn.functional.linear(outputs.states, head.weight, head.bias)
     caps = {value for name, value in vars(config).items() if "cap" in name and isinstance(value, int | float) and value > 0}
     found = []
@@ -112,6 +114,7 @@ def logit_form(
 WINDOW = 8  # tokens
 VOCABULARY = 64
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window", "local_attention_window", "sliding_window_size")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -127,18 +130,19 @@ def _kept_layers(config) -> list[int]:
 def small_copy(
     config,  # of a causal LM of transformers
 ):
-    "The configuration with few layers, a window of 8 tokens and a small vocabulary."
+    "The configuration with few layers, windows of 8 tokens, narrow MLPs and a small vocabulary."
     small = deepcopy(config)
-    text = small.get_text_config()
-    kept, n = _kept_layers(text), text.num_hidden_layers
-    for name, value in list(vars(text).items()):
+    kept, n = _kept_layers(small), small.num_hidden_layers
+    for name, value in list(vars(small).items()):
         if isinstance(value, list | tuple) and len(value) == n > 1:
-            setattr(text, name, [value[i] for i in kept])
+            setattr(small, name, [value[i] for i in kept])
         elif name in _WINDOWS and isinstance(value, int) and value > WINDOW:
-            setattr(text, name, WINDOW)
+            setattr(small, name, WINDOW)
+        elif name in _WIDTHS and isinstance(value, int) and value > 64:
+            setattr(small, name, 64)
         elif name in _SPECIAL_IDS and value is not None:
-            setattr(text, name, [1] if isinstance(value, list) else 1)
-    text.num_hidden_layers, text.vocab_size = len(kept), VOCABULARY
+            setattr(small, name, [1] if isinstance(value, list) else 1)
+    small.num_hidden_layers, small.vocab_size = len(kept), VOCABULARY
     return small
 
 
@@ -167,10 +171,18 @@ def _texts(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
     return [torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
+def models_within(config) -> list[str]:
+    "Names of the models that a configuration is made of, such as a text and a vision model; none for a plain model."
+    parts = getattr(type(config), "sub_configs", {})
+    return [name for name, kind in parts.items() if getattr(kind, "model_type", "any")]
+
+
 def check_configuration(
     config,  # of a causal LM of transformers
 ) -> LogitForm:  # how models of this configuration make their logits
     "Compare packed with eager attention on a small random model of this configuration. Raises `InputError` with the difference."
+    if parts := models_within(config):
+        raise InputError(f"it is made of several models ({', '.join(parts)}); give its text model alone")
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version", "torch_dtype", "dtype"))}
     key = json.dumps(settings, sort_keys=True, default=str)
     if key not in _CHECKED:

@@ -386,7 +386,7 @@ def packed_attention(
     if sees is not None:
         return _masked_rows(query, key, value, sees, scaling, dropout, sliding_window, softcap, s_aux), None
     if cu_seqlens is None or not query.shape[2] == key.shape[2] == sum(lengths):
-        raise InputError("packed attention needs the batch's boundaries: call the model through packed_forward")
+        raise InputError("the batch's boundaries did not reach its attention: the model does not hand them on, or was not called by packed_forward")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kernel = attention_kernel(query.device.type, query.dtype)
     if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
