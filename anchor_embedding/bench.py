@@ -194,6 +194,7 @@ def batch_flops(
     recipe: Recipe,
     shape: ModelShape,
     batch: TokenBatch,
+    opening: int = 0,  # tokens of a decode sequence beside its slot and its text
 ) -> float:
     "Operations that a training step over this batch needs."
     encoded = [len(text) for text in batch.texts]
@@ -201,7 +202,7 @@ def batch_flops(
         adapters = trained_parameters(recipe, shape) if recipe.tuning == "lora" else 0
         return needed_flops(shape, encoded, 0, recipe.tuning, adapters)
     texts = [*batch.queries, *batch.positives]
-    decoded = [recipe.decode_bos + recipe.decode_header * text.start + len(text.body) for text in texts]
+    decoded = [opening + len(text.body) for text in texts]
     return needed_flops(shape, encoded + decoded, sum(len(text.body) for text in texts), recipe.tuning)
 
 # %% ../nbs/59_bench.ipynb #5ff2c53c
@@ -359,16 +360,15 @@ def padded_vectors(
 def padded_decode_loss(
     model,  # a causal LM of transformers
     anchors: torch.Tensor,  # (n, d)
-    texts: Sequence[TokenizedText],
-    before: Sequence[int] = (),  # tokens in front of every anchor
+    texts: Sequence[TokenizedText],  # without instruction
 ) -> torch.Tensor:  # scalar, nats
-    "Sum of -log p over the bodies, each behind its anchor and its header, from a padded rectangle and all its logits."
-    ids, real = rectangle([[*before, 0, *text.ids[: text.start], *text.body] for text in texts], model.device)
-    embeddings, slot = model.get_input_embeddings()(ids), len(before)
+    "Sum of -log p over the bodies, each opened as it is encoded and after its anchor, from a padded rectangle and all its logits."
+    openings = [text.ids[: text.start] or text.ids[-1:] for text in texts]
+    ids, real = rectangle([[*opening, 0, *text.body] for opening, text in zip(openings, texts, strict=True)], model.device)
+    embeddings, slot = model.get_input_embeddings()(ids), len(openings[0])
     rows = torch.cat([embeddings[:, :slot], anchors[:, None].to(embeddings.dtype), embeddings[:, slot + 1 :]], 1)
     logits = model(inputs_embeds=rows, attention_mask=real.long(), use_cache=False).logits
-    first = torch.tensor([[slot + 1 + text.start] for text in texts], device=ids.device)
-    labels = ids.masked_fill(~real | (torch.arange(ids.shape[1], device=ids.device) < first), -100)
+    labels = ids.masked_fill(~real | (torch.arange(ids.shape[1], device=ids.device) <= slot), -100)
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
 
 # %% ../nbs/59_bench.ipynb #33b812fa
@@ -378,7 +378,7 @@ def padded_positions(
 ) -> int:
     "Tokens and pads in the four rectangles of all micro-batches."
     parts = [batch.take(range(start, min(start + micro_batch, len(batch)))) for start in range(0, len(batch), micro_batch)]
-    width = lambda side: max(len(text.ids) for text in side) + 2 + max(text.start + len(text.body) for text in side)
+    width = lambda side: max(len(text.ids) for text in side) + 1 + max(max(1, text.start) + len(text.body) for text in side)
     return sum(len(part) * (width(part.queries) + width(part.positives)) for part in parts)
 
 # %% ../nbs/59_bench.ipynb #67e32c73
@@ -424,9 +424,8 @@ class Textbook:
     def loss(self, part: TokenBatch, counts: Sequence[int]) -> torch.Tensor:
         "The part of a micro-batch in the loss of the whole batch (equation 5)."
         queries, documents = (padded_vectors(self.model.base_model, [t.ids for t in side]) for side in (part.queries, part.positives))
-        before = (self.tokenizer.template.bos,)
-        q2d = padded_decode_loss(self.model, queries, part.positives, before) / counts[0]
-        d2q = padded_decode_loss(self.model, documents, part.queries, before) / counts[1]
+        q2d = padded_decode_loss(self.model, queries, part.positives) / counts[0]
+        d2q = padded_decode_loss(self.model, documents, part.queries) / counts[1]
         return self.recipe.alpha * q2d + (1 - self.recipe.alpha) * d2q
 
 # %% ../nbs/59_bench.ipynb #1eba5eea
@@ -539,10 +538,10 @@ def default(table: dict[str, dict | int], device: torch.device):
 
 
 def stage(request: Request, kind: str) -> tuple[Recipe, Engine, list[Example]]:
-    "The shipped recipe of a stage on the base of a bench, BOS and header around the anchor, its engine, and a batch of pairs."
+    "The shipped recipe of a stage on the base of a bench, its engine, and a batch of pairs."
     count = request.pairs or default(PAIRS, request.device)[kind]
     changes = {"base": request.base, "batch_size": count, "dtype": request.dtype, "instructions": "none"}
-    changes |= {"lora_dropout": 0.0} if kind == "stage2" else {"decode_bos": True, "decode_header": True}
+    changes |= {"lora_dropout": 0.0} if kind == "stage2" else {}
     recipe = load_recipe(kind).replace(**changes)
     engine = Engine(recipe, request.device, lambda text: None)
     pairs = request.take(engine.tokenizer.tokenizer, count)
@@ -586,7 +585,8 @@ def stage2(request: Request) -> dict[str, Contest]:
 def _training_contest(request, engine, pairs, sides) -> Contest:
     "Pairs as a contest."
     batch = tokens_of(engine.recipe, engine.tokenizer, pairs)
-    flops = batch_flops(engine.recipe, request.shape, batch)
+    opening = sum(len(getattr(engine.objective, key, ())) for key in ("before", "after"))
+    flops = batch_flops(engine.recipe, request.shape, batch, opening)
     return Contest(pairs, len(pairs), batch.num_tokens, flops, request.compute, request.device, told(engine.recipe), sides)
 
 # %% ../nbs/59_bench.ipynb #093abccf

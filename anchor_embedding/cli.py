@@ -258,11 +258,8 @@ def compare(args: argparse.Namespace) -> None:
 def read(args: argparse.Namespace) -> None:
     "What a model reads out of a text's vector alone."
     from anchor_embedding.embedder import Embedder
-    from anchor_embedding.reading import decode_settings
 
-    settings = {"samples": args.samples, "max_new_tokens": args.tokens, "seed": args.seed}
-    given = {"decode_bos": args.decode_bos, "decode_header": args.decode_header}
-    settings |= decode_settings(args.model) | {key: value for key, value in given.items() if value is not None}
+    settings = {"samples": args.samples, "max_new_tokens": args.tokens, "seed": args.seed, "decode_opening": args.decode_opening}
     print(Embedder.from_pretrained(args.model, dtype=args.dtype).read(args.texts, args.instruction, **settings))
 
 
@@ -385,8 +382,8 @@ def _using_commands(commands) -> None:
     words.add_argument("--instruction", help="put in front of every text")
     words.add_argument("--samples", type=int, default=0, metavar="N", help="sampled readings besides the greedy one (default: 0)")
     words.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)")
-    for setting in ("--decode-bos", "--decode-header"):
-        words.add_argument(setting, action=argparse.BooleanOptionalAction, help="default: as its Stage I had it, where that run is found")
+    openings = ("encode", "none", "around")
+    words.add_argument("--decode-opening", choices=openings, help="what is in front of the vector (default: as in the model's Stage I)")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)
     words = _command(commands, export)

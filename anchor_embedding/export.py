@@ -244,9 +244,11 @@ def _stage(card: dict) -> str:
     found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
     settings = {k: _shown(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in recipe.items()}
     found += "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()) + "\n```\n"
-    if changed := card.get("deviations"):
-        rows = [(key, *pair) for key, pair in changed.items()]
-        return f"{found}\nWhere it departs from the paper's recipe:\n\n{_table(rows, 'setting', 'here', 'paper')}\n"
+    changed, chosen = ([(key, *pair) for key, pair in card.get(name, {}).items()] for name in ("deviations", "choices"))
+    if chosen:
+        found += f"\nChosen here, because the paper leaves it open:\n\n{_table(chosen, 'setting', 'here', 'paper')}\n"
+    if changed:
+        return f"{found}\nWhere it departs from the paper's recipe:\n\n{_table(changed, 'setting', 'here', 'paper')}\n"
     return found + "\nIt does not depart from the paper's recipe.\n"
 
 # %% ../nbs/36_export.ipynb #43805933
@@ -341,6 +343,7 @@ def model_card(
     around = [" ".join(token(list(ids))) for ids in (tokenizer.template.header, (*tokenizer.template.footer, tokenizer.eos_id))]
     dtype = str(embedder.decoder.head.weight.dtype).removeprefix("torch.")
     rows += [("before a text", around[0]), ("behind a text", around[1]), ("dtype", dtype)]
+    rows += [("decode opening", embedder.decode_opening)]
     rows += [("weights", "an adapter; the base is loaded with it" if adapter else "whole")]
     dimensions = sorted({n for card in cards for n in card["recipe"].get("matryoshka", ())})
     rows += [("shorter vectors", f"trained at {_shown(dimensions)} dimensions: SentenceTransformer(…, truncate_dim=…)")] if dimensions else []

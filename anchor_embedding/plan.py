@@ -171,7 +171,7 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     return count_parameters(shape) - unused * shape.embeddings + (recipe.refine_steps * shape.hidden_size if pause else 0)
 
 # %% ../nbs/42_plan.ipynb #cbfcc891
-MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6}  # tokens
+MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6, "opening": 5}  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,20 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     template = len(made.header) + len(made.footer) + 1
     told = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
     room = tuple(max(1, recipe.max_length - template - more) for more in (told, 0))
-    return measured_lengths(found, tokenizer, room=room) | {"template": template}
+    return measured_lengths(found, tokenizer, room=room) | {"template": template, "opening": len(made.opening)}
+
+# %% ../nbs/42_plan.ipynb #dd9705fd
+def _settled_lengths(recipe, given) -> dict[str, float]:
+    "Given mean lengths over the assumed ones; without a given opening it is the template without its EOS."
+    mean = MEAN_LENGTHS | ({"template": 1, "opening": 1} if recipe.template == "plain" else {})
+    if "template" in given:
+        mean["opening"] = max(1, given["template"] - 1)
+    return mean | given
+
+
+def _more_decoded(recipe, opening: float) -> float:
+    "Tokens of a decode sequence beside its slot and all of its text but the last token."
+    return {"encode": opening, "none": 0, "around": 1 + opening}[recipe.decode_opening] + recipe.predict_eos
 
 # %% ../nbs/42_plan.ipynb #342828b5
 def pair_tokens(
@@ -243,7 +256,7 @@ def pair_tokens(
     for key, value in (mean_lengths or {}).items():
         if key not in MEAN_LENGTHS or not 0 <= value < math.inf:
             raise InputError(f"mean length {key!r} = {value!r}: give numbers of tokens for {', '.join(MEAN_LENGTHS)}")
-    mean = MEAN_LENGTHS | ({"template": 1} if recipe.template == "plain" else {}) | dict(mean_lengths or {})
+    mean = _settled_lengths(recipe, dict(mean_lengths or {}))
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
     document = min(recipe.max_length, mean["document"] + mean["template"])
@@ -258,8 +271,8 @@ def pair_tokens(
     if recipe.objective == "bag_of_tokens":
         return PairTokens(**lengths, negatives=0, encoded=read(query, document), decoded=(), scored=4)
     targets = {side: min(length, recipe.target_tokens or math.inf) for side, length in targets.items()}
-    extra = (mean["template"] - 1) * recipe.decode_header + recipe.decode_bos + recipe.predict_eos
-    decoded = (targets["document"] + extra, targets["query"] + extra)     # behind the query's anchor, behind the document's
+    extra = _more_decoded(recipe, mean["opening"])
+    decoded = (targets["document"] + extra, targets["query"] + extra)     # from the query's anchor, from the document's
     scored = sum(targets.values()) + 2 * recipe.predict_eos
     sides = ("query", "document") if recipe.target == "counterpart" else ("document", "query")  # whose anchors decode document and query
     used = slice(0, 1) if recipe.alpha == 1 else slice(1, 2) if recipe.alpha == 0 else slice(0, 2)

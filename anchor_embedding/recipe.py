@@ -9,7 +9,7 @@ __all__ = ['AUTOMATIC', 'GROUPS', 'OBJECTIVES', 'LORA', 'OWNED', 'KINDS', 'CHOIC
            'replace_settings', 'show_text', 'show_html', 'toml_value', 'toml_table', 'recipe_toml', 'EvaluationPlan',
            'Pipeline', 'checked_pipeline', 'pipeline_dict', 'pipeline_toml', 'takes', 'extended', 'recipe_from_dict',
            'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'override', 'shipped_recipes',
-           'recipe_table', 'load_recipe', 'deviations']
+           'recipe_table', 'load_recipe', 'deviations', 'own_choices']
 
 # %% ../nbs/40_recipe.ipynb #32cf39c8
 import difflib
@@ -87,8 +87,9 @@ class ObjectiveSettings:
     "What only one of the objectives has."
     alpha: float | None = None            # reconstruction: L = alpha * L_Q2D + (1 - alpha) * L_D2Q
     predict_eos: bool | None = None       # reconstruction: EOS is a target too
-    decode_header: bool | None = None     # reconstruction: the template's header behind the anchor, not scored
-    decode_bos: bool | None = None        # reconstruction: BOS (EOS where the template has none) in front of the anchor, not scored
+    decode_opening: str | None = None     # reconstruction: what opens a decode sequence, not scored: "encode", what stands in front of
+                                          # a text in the encode sequence (EOS where that is nothing), "none", or "around": the first
+                                          # token of the template's header in front of the anchor, the header after it
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
     micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
@@ -149,8 +150,8 @@ _NEGATIVES = {
 }
 OBJECTIVES = {
     "reconstruction": {
-        "alpha": 0.2, "predict_eos": False, "decode_header": False, "as_released": False, "micro_batch_size": 0,
-        "decode_bos": False, "target": "counterpart", "target_tokens": 0, "first_tokens": 0, "first_weight": 1.0, "input_dropout": 0.0,
+        "alpha": 0.2, "predict_eos": False, "as_released": False, "micro_batch_size": 0,
+        "decode_opening": "encode", "target": "counterpart", "target_tokens": 0, "first_tokens": 0, "first_weight": 1.0, "input_dropout": 0.0,
         "anchor_gradient": 1.0, "contrastive_weight": 0.0, "contrastive_temperature": 0.05,
     },
     "bag_of_tokens": {"ebar_weight": 0.5},
@@ -161,7 +162,7 @@ OBJECTIVES = {
         "mask_unused_rows": True, "regularizer_weight": 1.0, "detach_regularizer": True, "regularizer_floor": 1e-8,
     },
 }
-_EXTRA = list(OBJECTIVES["reconstruction"])[5:]  # beyond the paper and its released code
+_EXTRA = list(OBJECTIVES["reconstruction"])[4:]  # beyond the paper and its released code
 LORA = {
     "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
     "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -235,7 +236,8 @@ def check_type(
 CHOICES = {
     "objective": tuple(OBJECTIVES), "template": ("auto", "plain", "chat", "released"), "tuning": ("full", "lora"),
     "pooling": ("eos", "last", "mean", "weighted_mean", "echo_eos", "echo_mean"), "attention": ("causal", "bidirectional"),
-    "target": ("counterpart", "itself"), "soft_token_kind": ("mixture", "pause"), "dtype": ("auto", "float32", "bfloat16"),
+    "decode_opening": ("encode", "none", "around"), "target": ("counterpart", "itself"), "soft_token_kind": ("mixture", "pause"),
+    "dtype": ("auto", "float32", "bfloat16"),
     "on_bad_row": ("error", "skip"), "sharding": ("none", "fsdp"), "tracker": ("none", "tensorboard", "wandb"),
 }
 AT_LEAST = {
@@ -309,8 +311,7 @@ def _conflicts(v):
                                  "raise it, or give 0 for the same as `steps`")
     yield micro and not v["as_released"], (f"`micro_batch_size` = {micro}: only `as_released = true` averages over micro-batches; "
                                            "otherwise `token_budget` splits the batch and changes no result: leave it out")
-    yield v["as_released"] and (v["predict_eos"] or v["decode_header"]), (
-        "`as_released = true` scores what the released code scores: leave `predict_eos` and `decode_header` out")
+    yield v["as_released"] and v["predict_eos"], "`as_released = true` scores what the released code scores: leave `predict_eos` out"
     extra = [key for key, default in OBJECTIVES["reconstruction"].items() if key in _EXTRA and v[key] not in (None, default)]
     yield v["as_released"] and extra, f"`as_released = true` computes what the released code does: leave `{extra and extra[0]}` out"
     yield v["as_released"] and v["attention"] != "causal", "`as_released = true` reads causally: leave `attention` out"
@@ -423,7 +424,7 @@ def _displayed(recipe):
     "The groups without what is off or stands in the title."
     unused = {"name", "description"} | ({"prompt"} if recipe.instructions == "none" else set())
     off = lambda value: value in ("", [], "none") or (value == 0 and not isinstance(value, float))
-    hidden = lambda key, value: key in unused or off(value)
+    hidden = lambda key, value: key in unused or (off(value) and key != "decode_opening")
     return {name: {k: v for k, v in s.items() if not hidden(k, v)} for name, s in _grouped(recipe).items()}
 
 
@@ -812,3 +813,11 @@ def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the
     apart = {"base", "data", *(f.name for f in fields(RunSettings))}
     differences = recipe.differences(load_recipe(PAPER[recipe.objective]))
     return {key: pair for key, pair in differences.items() if key not in apart}
+
+
+def own_choices(recipe: Recipe) -> dict:  # setting → (value here, what the paper says)
+    "What a recipe settles where the paper is silent and the loss depends on it."
+    if recipe.objective != "reconstruction" or recipe.as_released:
+        return {}
+    silent = "not said: equations 3 and 4 leave BOS and template out, as equation 1 does"
+    return {"decode_opening": (recipe.decode_opening, silent)}

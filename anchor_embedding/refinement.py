@@ -340,7 +340,7 @@ class Refinement(Contrastive):
 # %% ../nbs/28_refinement.ipynb #09d22e22
 def without_soft_tokens(embedder):
     "The same model with the state of a text's EOS as its vector."
-    return type(embedder)(embedder.decoder, embedder.tokenizer, "eos")
+    return type(embedder)(embedder.decoder, embedder.tokenizer, "eos", decode_opening=embedder.decode_opening)
 
 
 def sweep_steps(

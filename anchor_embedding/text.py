@@ -59,9 +59,9 @@ class Template:
     eos_id: int  # the last id of every sequence
 
     @property
-    def bos(self) -> int:
-        "The id that every sequence begins with: BOS or what opens a turn; EOS where nothing stands in front of a body."
-        return self.header[0] if self.header else self.eos_id
+    def opening(self) -> tuple[int, ...]:
+        "What opens every decode sequence: the header; where that is empty, one EOS, as it separates documents in pretraining."
+        return self.header or (self.eos_id,)
 
 # %% ../nbs/00_text.ipynb #f93cd163
 def _encode_markup(tokenizer, text):

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'USABLE', 'CPU_BUDGET', 'make_objective', 'TrainingData', 'BatchesAhead', 'load_examples',
-           'find_instructions', 'make_data', 'prepare_tokenizer', 'prepare_embedder', 'device_name', 'base_shape',
-           'least_free', 'fit_to_device', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
-           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'check_lora_targets',
-           'began_with', 'prepare', 'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool',
-           'write_card', 'finish', 'dry_run']
+           'find_instructions', 'make_data', 'prepare_tokenizer', 'opening_of', 'prepare_embedder', 'device_name',
+           'base_shape', 'least_free', 'fit_to_device', 'learning_rate', 'seed_step', 'make_optimizer',
+           'clip_gradients', 'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training',
+           'check_lora_targets', 'began_with', 'prepare', 'update_weights', 'SharedEmbedder', 'check_same_texts',
+           'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -74,8 +74,8 @@ from anchor_embedding.processes import (
     shard,
 )
 from .progress import progress_bar
-from .recipe import AUTOMATIC, Recipe, closest, deviations
-from .reconstruction import Reconstruction, anchor_gain
+from .recipe import AUTOMATIC, Recipe, closest, deviations, own_choices
+from .reconstruction import Reconstruction, anchor_gain, opening_ids
 from .refinement import Refinement, add_pause_tokens
 from .released import ReleasedReconstruction
 from anchor_embedding.runs import (
@@ -107,7 +107,7 @@ def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
     settings.pop("hard_negatives", None)
     if recipe.objective == "reconstruction":
         released, size = settings.pop("as_released"), settings.pop("micro_batch_size")
-        settings["before"] = (tokenizer.template.bos,) if settings.pop("decode_bos") else ()
+        settings["before"], settings["after"] = opening_ids(settings.pop("decode_opening"), tokenizer.template)
         if recipe.contrastive_weight:
             kind = ContrastedReconstruction
         else:
@@ -239,10 +239,16 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
     tokenizer = TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
-    if recipe.decode_header and not tokenizer.template.header:
-        style = tokenizer.template.style
-        raise InputError(f"decode_header = true, but the {style} template of {base} has no header: set decode_header=false, or another template")
+    if recipe.decode_opening:
+        opening_ids(recipe.decode_opening, tokenizer.template)  # raises where the template has no such opening
     return tokenizer
+
+
+def opening_of(recipe: Recipe, base: str) -> str:
+    "How a trained model's vectors are decoded: as Stage I did it, this recipe's or the one that its base comes from."
+    if recipe.objective == "reconstruction":
+        return "none" if recipe.as_released else recipe.decode_opening  # the released code masks its header out
+    return read_settings(base).get("decode_opening", "encode")
 
 # %% ../nbs/45_training.ipynb #211983a3
 def prepare_embedder(
@@ -280,7 +286,8 @@ def prepare_embedder(
     kernel = attention_kernel(device.type, dtype)
     chosen = {"liger_modules": decoder.liger, **{key: getattr(recipe, key) for key in AUTOMATIC}}
     card = chosen | {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens), card
+    embedder = Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening_of(recipe, base.path))
+    return embedder, card
 
 # %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -508,7 +515,7 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens)
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens, embedder.decode_opening)
         self.accelerator = accelerator
 
     def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
@@ -658,7 +665,8 @@ def write_card(run: Training) -> str:
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
         "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": negatives_pool(recipe, run.data.most_negatives),
-        "temperature": recipe.temperature, "deviations": deviations(recipe), "commit": start["commit"], "starts": [*before.get("starts", []), start],
+        "temperature": recipe.temperature, "deviations": deviations(recipe), "choices": own_choices(recipe),
+        "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
     }  # fmt: skip
     if run.main:

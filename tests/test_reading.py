@@ -42,9 +42,9 @@ def adapter(base, tmp_path_factory):
 
 
 @torch.no_grad()
-def by_transformers(model, anchor, tokens):
-    """Greedy ids behind an anchor, by the plain model of transformers, the whole sequence for every token."""
-    given = anchor[None, None]
+def by_transformers(model, anchor, tokens, opening=()):
+    """Greedy ids after an anchor, by the plain model of transformers, the whole sequence for every token."""
+    given = torch.cat([model.get_input_embeddings()(torch.tensor([opening], dtype=torch.int64)), anchor[None, None]], dim=1)
     for _ in range(tokens):
         ids = model(inputs_embeds=given, use_cache=False).logits[0, -1].argmax()
         yield ids.item()
@@ -60,12 +60,15 @@ def test_the_reading_is_that_of_the_plain_model(base):
         anchors = [model.base_model(input_ids=one).last_hidden_state[0, -1] for one in ids]
     expected = [list(by_transformers(model, anchor, 10)) for anchor in anchors]
     assert generate(embedder.decoder, torch.stack(anchors), 10) == expected
+    header = embedder.tokenizer.tokenizer.convert_tokens_to_ids(["<|im_start|>", "u", "ser", "Ċ"])
+    expected = [list(by_transformers(model, anchor, 10, header)) for anchor in anchors]
     ends = {embedder.tokenizer.eos_id}
     assert not any(ends & set(one) for one in expected), "the random model ends a text; choose other texts"
     readings = read_texts(embedder, texts, max_new_tokens=10)
     assert [one.greedy for one in readings] == [embedder.tokenizer.tokenizer.decode(one) for one in expected]
     with torch.no_grad():
-        chances = model(inputs_embeds=anchors[0][None, None]).logits[0, -1].softmax(-1)
+        opened = torch.cat([model.get_input_embeddings()(torch.tensor(header)), anchors[0][None]])
+        chances = model(inputs_embeds=opened[None]).logits[0, -1].softmax(-1)
     assert readings[0].next_tokens[0][1] == pytest.approx(chances.max().item(), rel=1e-4)
     assert len(readings[0].next_tokens) == 5
 
@@ -78,11 +81,10 @@ def test_every_architecture_from_disk(kind, tmp_path):
     texts = ["錨は船を支える。", "a <b>query</b>\nasks", "tokens"]
     plain = [one.greedy for one in read_texts(embedder, texts, max_new_tokens=8)]
     together = embedder_readings(embedder, texts)
-    assert together == plain
+    assert together == plain == embedder_readings(embedder, texts, decode_opening="encode")
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
-    header = embedder_readings(embedder, texts, decode_header=True)
-    assert (header != together) == bool(embedder.tokenizer.template.header)
-    assert embedder_readings(embedder, texts, decode_bos=True) not in (together, header)
+    none, around = (embedder_readings(embedder, texts, decode_opening=opening) for opening in ("none", "around"))
+    assert none not in (together, around) and around != together
 
 
 def embedder_readings(embedder, texts, **settings):
@@ -110,12 +112,13 @@ def test_losses_by_hand(base):
     decoder = embedder.decoder
     anchors = torch.from_numpy(embedder.encode([pair.query for pair in PAIRS]))
     bodies = [text.body for text in embedder.tokenizer([pair.positive for pair in PAIRS])]
+    header = embedder.tokenizer.tokenizer.convert_tokens_to_ids(["<|im_start|>", "u", "ser", "Ċ"])
 
     @torch.no_grad()
     def mean_loss(anchors):
         total = 0.0
         for anchor, body in zip(anchors, bodies, strict=True):
-            states = decoder.decode(anchor[None], pack([[0, *body[:-1]]]))
+            states = decoder.decode(anchor[None], pack([[*header, 0, *body[:-1]]]), torch.tensor([len(header)]))[len(header) :]
             total += F.cross_entropy(F.linear(states, decoder.head.weight), torch.tensor(body), reduction="sum").item()
         return total / sum(map(len, bodies))
 
@@ -125,6 +128,24 @@ def test_losses_by_hand(base):
     assert losses["q2d"] == pytest.approx(mean_loss(anchors), rel=1e-4)
     assert losses["anchor_gain_q2d"] == pytest.approx(mean_loss(anchors.roll(-1, 0)) - mean_loss(anchors), rel=1e-3, abs=1e-4)
     assert set(losses) == {"q2d", "d2q", "anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"}
+
+
+def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
+    embedder, readings = Embedder.from_pretrained(base, **LOAD), {}
+    for opening in ("encode", "none", "around"):
+        embedder.decode_opening = opening
+        embedder.save_pretrained(tmp_path / opening)
+        loaded = Embedder.from_pretrained(tmp_path / opening, **LOAD)
+        readings[opening] = embedder_readings(loaded, ["tokens"])
+        assert readings[opening] == embedder_readings(embedder, ["tokens"])
+        losses = reconstruction_losses(loaded, PAIRS)
+        assert losses == pytest.approx(reconstruction_losses(embedder, PAIRS, decode_opening=opening), rel=1e-5, abs=1e-5)
+    assert len(set(map(str, readings.values()))) == 3, "another opening must give another reading"
+    for opening, expected in readings.items():
+        assert embedder_readings(loaded, ["tokens"], decode_opening=opening) == expected
+    settings = tmp_path / "none" / "anchor_embedding.json"
+    settings.write_text(json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "decode_opening"}))
+    assert embedder_readings(Embedder.from_pretrained(tmp_path / "none", **LOAD), ["tokens"]) == readings["encode"]
 
 
 def test_instructions_change_the_vector_and_so_the_reading(base):

@@ -23,7 +23,7 @@ STAGES = {name: recipe for name, recipe in ALL.items() if isinstance(recipe, Rec
 COMMON = dict(batch_size=512, warmup_steps=300, schedule_steps=0, max_length=512, pooling="eos", template="auto", sampling=(),
               weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, max_grad_norm=1.0, seed=42, data="cache/echo-data")  # fmt: skip
 STAGE1 = COMMON | dict(objective="reconstruction", tuning="full", instructions="none", steps=2000, learning_rate=4e-5,
-                       alpha=0.2, predict_eos=False, decode_header=False, as_released=False, micro_batch_size=0)  # fmt: skip
+                       alpha=0.2, predict_eos=False, decode_opening="encode", as_released=False, micro_batch_size=0)  # fmt: skip
 STAGE2 = COMMON | dict(
     objective="contrastive", tuning="lora", instructions="paper", steps=1000, learning_rate=2e-4, temperature=0.05,
     hard_negatives=1, negatives_pool=0, mask_same_text=False, false_negative_margin=None, matryoshka=(), symmetric_loss=False,
