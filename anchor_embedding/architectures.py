@@ -33,7 +33,6 @@ from .decoder import CausalDecoder, add_lora, load_decoder
 from .errors import InputError
 from .files import write_text
 from .packing import pack
-from .progress import progress_bar
 from .reconstruction import Reconstruction
 from .runs import source_commit
 from .text import TokenizedText
@@ -69,7 +68,7 @@ TYPES_OWN = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1e4}),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")},
     },
     "reformer": {"is_decoder": True},
     "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention"]},
@@ -177,7 +176,7 @@ def naive_loss(judge, backbone, batch: TokenBatch, alpha: float = 0.2) -> torch.
 # %% ../nbs/29_architectures.ipynb #5942a1b1
 def packed_loss(decoder: CausalDecoder, batch: TokenBatch) -> torch.Tensor:
     "Stage I as it is trained."
-    objective = Reconstruction()
+    objective = Reconstruction(before=(OPENING,))
     names, weights = zip(*objective.weights().items(), strict=True)
     counts = torch.tensor(objective.counts(batch, names))
     return (torch.tensor(weights) * decoder(objective.sums, batch, names) / counts).sum()
@@ -287,14 +286,14 @@ def _in_short(error: InputError, folder: str) -> str:
 
 # %% ../nbs/29_architectures.ipynb #2605e0fe
 def try_types(
-    model_types: Iterable[str] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    model_types: Iterable[str],
     say: Callable[[dict], None] = lambda row: None,  # is told every row
 ) -> dict:  # about, rows
     "`try_type` of many types, for a file."
     rows = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for model_type in progress_bar(list(model_types), "architectures"):
+        for model_type in model_types:
             rows.append(try_type(model_type))
             say(rows[-1])
     versions = {"transformers": transformers.__version__, "torch": torch.__version__, "peft": peft.__version__}
@@ -313,10 +312,11 @@ def main(argv: list[str] | None = None) -> None:
     unknown = [name for name in options.types if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     if unknown:
         parser.error(f"no causal language model of transformers: {', '.join(unknown)}")
-    found = try_types(options.types or tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), lambda row: print(row["model_type"], row["verdict"], flush=True))
+    types = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = try_types(types, lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True))
     if options.out:
         write_text(options.out, json.dumps(found, indent=1) + "\n")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and globals().get("__spec__"):  # python -m, and not a notebook
     main()
