@@ -349,7 +349,7 @@ ATTENTION = "anchor_packed"
 def packed_attention(
     module, query, key, value, attention_mask,
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, cu_seqlens=None, lengths=None, sees=None,
-    attend=None, is_causal=True, **_,
+    attend=None, causal=True, **_,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D) and None out."
     if attend is not None:
@@ -362,14 +362,14 @@ def packed_attention(
         raise InputError("soft-capped attention scores (Gemma 2) are not supported by the packed kernels")
     kernel = attention_kernel(query.device.type, query.dtype)
     if kernel == "grouped":
-        single = partial(sdpa_per_sequence, dropout=dropout, causal=is_causal)
-        plain = single if dropout or not is_causal else grouped_attention
+        single = partial(sdpa_per_sequence, dropout=dropout, causal=causal)
+        plain = single if dropout or not causal else grouped_attention
         return plain(query, key, value, lengths=lengths, scale=scaling, window=sliding_window).transpose(1, 2), None
     run = _flash_attention if kernel == "flash-attn" else _torch_varlen
     reach = sliding_window - 1 if sliding_window else -1
-    window = (reach, 0 if is_causal else reach)
+    window = (reach, 0 if causal else reach)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout, is_causal)
+    out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout, causal)
     return out[None], None
 
 
@@ -389,7 +389,7 @@ def packed_forward(
         position_ids=batch.positions[None],
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
-        is_causal=causal,
+        causal=causal,  # transformers' own word for it, is_causal, would change the model's configuration during the call
         use_cache=False,
     )
     return out.last_hidden_state[0]
