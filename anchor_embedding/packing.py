@@ -375,10 +375,10 @@ def _check_keywords(attention_mask, unknown: dict) -> None:
 def packed_attention(
     module, query, key, value, attention_mask=None,
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
-    cu_seqlens=None, lengths=None, sees=None, attend=None, is_causal=None, **unknown,
+    cu_seqlens=None, lengths=None, sees=None, attend=None, causal=True, is_causal=None, **unknown,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D_v) and None out. Raises `InputError`."
-    _check_keywords(attention_mask, unknown)
+    _check_keywords(attention_mask, unknown | ({} if is_causal in (None, causal) else {"is_causal": is_causal}))
     if attend is not None:
         if s_aux is not None:
             raise InputError("attention sinks are not supported over a cache of keys and values")
@@ -387,7 +387,6 @@ def packed_attention(
         return _masked_rows(query, key, value, sees, scaling, dropout, sliding_window, softcap, s_aux), None
     if cu_seqlens is None or not query.shape[2] == key.shape[2] == sum(lengths):
         raise InputError("the batch's boundaries did not reach its attention: the model does not hand them on, or was not called by packed_forward")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kernel = attention_kernel(query.device.type, query.dtype)
     if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
         kernel = "grouped"
@@ -419,7 +418,7 @@ def packed_forward(
         position_ids=batch.positions[None],
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
-        is_causal=causal,
+        causal=causal,  # transformers' own word for it, is_causal, would change the model's configuration during the call
         use_cache=False,
     )
     return out.last_hidden_state[0]

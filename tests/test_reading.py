@@ -1,6 +1,7 @@
 """Reading vectors of models on disk: whole models, adapters, every architecture and template; what cannot be read."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -146,6 +147,35 @@ def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
     settings = tmp_path / "none" / "anchor_embedding.json"
     settings.write_text(json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "decode_opening"}))
     assert embedder_readings(Embedder.from_pretrained(tmp_path / "none", **LOAD), ["tokens"]) == readings["encode"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_eight_threads_read_and_encode_at_once(base, training):
+    """A model that is read causally and encodes in both directions, by itself and with adapters whose dropout is on."""
+    embedder = Embedder.from_pretrained(base, **LOAD, attention="bidirectional", pooling="mean")
+    if training:
+        add_lora(embedder.decoder, rank=4, alpha=8, dropout=0.5).train()
+        for name, parameter in embedder.decoder.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
+    texts = [f"{pair.query} {'and what else ' * n}" for n, pair in enumerate(PAIRS)]
+    model = embedder.decoder.causal_lm
+    jobs = [
+        lambda: embedder.encode(texts, progress=False).tolist(),
+        lambda: read_texts(embedder, texts, samples=2, max_new_tokens=12),
+        lambda: read_texts(embedder, texts[:1], samples=3, max_new_tokens=5, seed=3, decode_opening="none"),
+    ]
+    expected = [job() for job in jobs]
+    before = model.config.to_json_string(), model.config._attn_implementation, model.generation_config.to_json_string()
+    own, state = model.generation_config, torch.get_rng_state()
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(job) for _ in range(8) for job in jobs]
+        for number, future in enumerate(found):
+            assert future.result() == expected[number % len(jobs)]
+    after = model.config.to_json_string(), model.config._attn_implementation, model.generation_config.to_json_string()
+    assert before == after and model.generation_config is own
+    assert torch.equal(torch.get_rng_state(), state), "the global random numbers were used"
+    assert {module.training for module in embedder.decoder.modules()} == {training}
 
 
 def test_instructions_change_the_vector_and_so_the_reading(base):
