@@ -99,7 +99,8 @@ def tiny_configs(
 ) -> Iterable:
     "Tiny configurations of a type; the first that a model can be made of is the one to take."
     own = default_config(model_type)
-    small = {name: value for name, value in SMALLER.items() if type(getattr(own, name, None)) is int and getattr(own, name) > value}
+    sizes = {name: size for name, size in vars(own).items() if type(size) is int}
+    small = {name: value for name, value in SMALLER.items() if sizes.get(name, 0) > value}
     for head_dim, kv_heads, ids in product((8, None), (2, 4, None), (0, 1, None)):
         some = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
         values = TINY | small | {name: value for name, value in some.items() if value}

@@ -378,7 +378,7 @@ def packed_attention(
     cu_seqlens=None, lengths=None, sees=None, attend=None, causal=True, is_causal=None, **unknown,
 ):  # fmt: skip
     "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D_v) and None out. Raises `InputError`."
-    _check_keywords(attention_mask, unknown | ({} if is_causal in (None, causal) else {"is_causal": is_causal}))
+    _check_keywords(attention_mask, unknown | ({"is_causal": is_causal} if causal and is_causal is False else {}))
     if attend is not None:
         if s_aux is not None:
             raise InputError("attention sinks are not supported over a cache of keys and values")
