@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from . import __version__
 from .batches import Instructions, tokenize_batch
 from .data import Example, fingerprint
-from .decoder import CausalDecoder
+from .decoder import CausalDecoder, check_head
 from .embedder import Embedder, encode_texts, load_embedder
 from .errors import InputError
 from .export import find_cards
@@ -69,7 +69,8 @@ def _go_on(decoder: CausalDecoder, anchors: torch.Tensor, header: Sequence[int],
 
 # %% ../nbs/37_reading.ipynb #d49a60a4
 def _check_anchors(decoder: CausalDecoder, anchors: torch.Tensor) -> None:
-    "Finite rows of the model's size."
+    "A head to read with, and finite rows of the model's size."
+    check_head(decoder, "reading")
     if anchors.dim() != 2 or anchors.shape[1] != decoder.hidden_size:
         raise InputError(f"this model's vectors are rows of {decoder.hidden_size} numbers, not of the shape {tuple(anchors.shape)}")
     if not torch.isfinite(anchors).all():
@@ -249,6 +250,7 @@ def reconstruction_losses(
     "How well each side of a pair is foretold from the other's vector (equations 3 and 4), and what the right vector is worth. Raises `InputError`."
     if len(pairs) < 2:
         raise InputError(f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give at least two")
+    check_head(embedder.decoder, "reconstruction")
     batch, decoder = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0), embedder.decoder
     before = (embedder.tokenizer.template.bos,) if decode_bos else ()
     settings = {"pooling": embedder.pooling, "token_budget": token_budget}
