@@ -145,7 +145,7 @@ def small_copy(
     small.num_hidden_layers, small.vocab_size = len(kept), VOCABULARY
     return small
 
-
+# %% ../nbs/14_agreement.ipynb #591efb54
 def random_model(
     config,
     seed: int = 0,
@@ -195,7 +195,7 @@ def check_configuration(
         raise InputError(found)
     return found
 
-
+# %% ../nbs/14_agreement.ipynb #54b40b4b
 def _compared(config) -> LogitForm:
     "See `check_configuration`."
     try:
@@ -209,7 +209,7 @@ def _compared(config) -> LogitForm:
     except Exception as error:  # a model's own code likewise
         raise InputError(f"it does not run on packed texts ({type(error).__name__}: {' '.join(str(error).split())[:120]})") from error
 
-
+# %% ../nbs/14_agreement.ipynb #ef280821
 def compare_packed(
     model,  # a causal LM in float32, nothing in it replaced
     texts: Sequence[Sequence[int]],

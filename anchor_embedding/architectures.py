@@ -93,7 +93,7 @@ def _one_line(error: Exception) -> str:
     "An exception in short."
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
-
+# %% ../nbs/29_architectures.ipynb #f50c015e
 def tiny_configs(
     model_type: str,  # of transformers
 ) -> Iterable:
@@ -107,7 +107,7 @@ def tiny_configs(
         values |= {} if ids is None else dict.fromkeys(_SPECIAL_IDS, ids or None)
         yield lambda values=values: AutoConfig.for_model(model_type, **values | TYPES_OWN.get(model_type, {}))
 
-
+# %% ../nbs/29_architectures.ipynb #530068b2
 def tiny_random_model(model_type: str) -> nn.Module:
     "A tiny random model of a type, which runs by itself with eager attention. Raises `ValueError` with the exceptions."
     faults, text = [], torch.tensor([3 * [5, 6, 7, 8, 9, 3, 2]])
@@ -142,7 +142,7 @@ def some_pairs() -> TokenBatch:
     pairs = [(text(q), text(d)) for q, d in LENGTHS]
     return TokenBatch([q for q, _ in pairs], [d for _, d in pairs], [[] for _ in pairs])
 
-
+# %% ../nbs/29_architectures.ipynb #f2be484e
 def naive_vector(judge, backbone, text: TokenizedText) -> torch.Tensor:
     "(d,): the last state of a text that is read alone."
     return backbone(input_ids=torch.tensor([text.ids]), use_cache=False).last_hidden_state[0, -1]
@@ -164,7 +164,7 @@ def naive_decode(judge, backbone, anchor: torch.Tensor, text: TokenizedText) -> 
         handle.remove()
     return F.cross_entropy(logits.float(), ids[0, 2:], reduction="sum")
 
-
+# %% ../nbs/29_architectures.ipynb #4920f1e0
 def naive_loss(judge, backbone, batch: TokenBatch, alpha: float = 0.2) -> torch.Tensor:
     "alpha * L_Q2D + (1 - alpha) * L_D2Q (equation 5)."
     sums, tokens = [0.0, 0.0], [0, 0]
@@ -271,7 +271,7 @@ def try_type(
     right = all(not row[name] > bound for name, bound in BOUNDS.items() if name in row)
     return row | {"verdict": "right" if right else "wrong"}
 
-
+# %% ../nbs/29_architectures.ipynb #540699e6
 def _refusal_of_config(config) -> str:
     "What loading says of a configuration before it reads any weights."
     try:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CHUNK_LOGITS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'repeated', 'check_echo',
-           'vocabulary_loss', 'probe_texts', 'probe', 'choose_device', 'choose_dtype', 'keep_freed_memory',
-           'free_memory', 'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora',
-           'halve_frozen', 'merge_lora']
+           'vocabulary_loss', 'vocabulary_logits', 'probe_texts', 'probe', 'choose_device', 'choose_dtype',
+           'keep_freed_memory', 'free_memory', 'check_report', 'load_causal_lm', 'check_head', 'load_adapter',
+           'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen',
+           'merge_lora']
 
 # %% ../nbs/15_decoder.ipynb #fbcd04d4
 import ctypes
@@ -42,8 +43,7 @@ class CausalDecoder(nn.Module):
         self.model, self.compute_dtype = model, compute_dtype
         self.embedding_scale = 1.0  # factor the model itself puts on its input embeddings; measured by `probe`
         self.logit_form = LogitForm()  # how logits follow from the head; found by `probe`
-        self.attention = "causal"  # of the encode pass; see `anchor_embedding.bidirectional.set_attention`
-        self.liger = 0  # modules that liger-kernel computes
+        self.attention, self.liger = "causal", 0  # of the encode pass, see `set_attention`; modules that liger-kernel computes
 
     causal_lm = property(lambda self: self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
     head = property(lambda self: self.causal_lm.get_output_embeddings())  # the vocabulary head, (V, d)
@@ -59,10 +59,6 @@ class CausalDecoder(nn.Module):
     def states(self, batch: PackedBatch) -> torch.Tensor:
         "(T, d): the states of the encode pass."
         return packed_forward(self.causal_lm.get_decoder(), batch, causal=self.attention == "causal")
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        "(…, V): what the model predicts from states (…, d), scaled and capped as by the model itself."
-        return self.logit_form(F.linear(states, self.head.weight, self.head.bias))
 
     def encode(self, batch: PackedBatch, pooling: str = "eos") -> torch.Tensor:
         "(n, d): one vector per text."
@@ -164,6 +160,7 @@ class _VocabularyFunction(torch.autograd.Function):
         return *(None if x is None else (x * above).to(dtype) for x, dtype in pairs), None, None, None, None
 
 
+# %% ../nbs/15_decoder.ipynb #a37352e6
 def _through(form: LogitForm, logits, error):
     "The gradient of what the head gives, from the gradient of the logits (both (n, V), float32)."
     if form.cap is not None:
@@ -193,6 +190,13 @@ def vocabulary_loss(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
         return _VocabularyFunction.apply(hidden, head.weight, head.bias, targets, decoder.logit_form, dtype, torch.is_grad_enabled())
+
+def vocabulary_logits(
+    decoder: CausalDecoder,
+    states: torch.Tensor,  # (…, d), after the final norm
+) -> torch.Tensor:  # (…, V)
+    "What the model predicts from its states, scaled and capped as by the model itself."
+    return decoder.logit_form(F.linear(states, decoder.head.weight, decoder.head.bias))
 
 # %% ../nbs/15_decoder.ipynb #849d3d63
 def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
@@ -238,7 +242,8 @@ def _check_states(decoder: CausalDecoder, texts: list[list[int]], eager: Outputs
     _demand(error < tolerance, f"packed texts get other states than each alone with eager attention (relative distance {error:.2g})")
     changed = packed_forward(backbone, pack([first[:-1] + [(first[-1] + 1) % size]], device))
     _demand(distance(changed[:-1], packed[: len(first) - 1]) < tolerance, "its attention is not causal")
-    _demand(distance(decoder.logits(packed), eager.logits) < tolerance, "its logits are not its head applied to its last state, scaled or capped")
+    logits = vocabulary_logits(decoder, packed)
+    _demand(distance(logits, eager.logits) < tolerance, "its logits are not its head applied to its last state, scaled or capped")
 
 
 def _check_anchors(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
@@ -345,6 +350,85 @@ def _lines(path: Path) -> list[list[str]]:
         return [line.split(":", 2) for line in path.read_text().split()]
     return []
 
+# %% ../nbs/15_decoder.ipynb #e5fcffdf
+def check_report(
+    source: str | os.PathLike,  # of the tensors: a file, a folder, a hub name
+    remedy: str,
+    missing=(), unexpected=(), mismatched=(),  # keys: not in the file, not in the model, of another shape there
+) -> None:  # fmt: skip
+    "Raise `InputError` unless what was saved is what the model takes, all of it."
+    kinds = {"missing": missing, "not of this model": unexpected, "of another shape": mismatched}
+    faults = [f"{len(keys)} {kind} ({', '.join(sorted(keys)[:2])}{', …' * (len(keys) > 2)})" for kind, keys in kinds.items() if keys]
+    if faults:
+        raise InputError(f"the tensors in {str(source)!r} do not fit the model: {', '.join(faults)}; {remedy}")
+
+
+# %% ../nbs/15_decoder.ipynb #b871834d
+def _loaded(name, load: Callable, **options):
+    "What transformers loads of a model; raises `InputError`."
+    try:
+        return load(name, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub") from error
+
+
+def _check_architecture(config) -> None:
+    "Raise `InputError` naming the architecture when packed attention is not its own."
+    try:
+        check_configuration(config)
+    except InputError as error:
+        raise InputError(f"{(config.architectures or [config.model_type])[0]} cannot be used: {error}") from error
+
+
+def load_causal_lm(
+    name: str,  # folder or hub name
+    dtype: torch.dtype | str,
+    **to,  # where to: `device_map`
+):
+    "A causal LM of transformers whose weights are all from its file; raises `InputError`. A head that is not there is zero."
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _loaded(name, AutoConfig.from_pretrained)
+    _check_architecture(config)  # before gigabytes are read
+    options = {"attn_implementation": "eager", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = _loaded(name, AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype, **options, **to)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    own = {id(weight) for weight in head.parameters()} if head and head.weight is not table.weight else set()
+    named = {key for key, weight in model.named_parameters() if id(weight) in own}
+    absent = named if named <= set(report["missing_keys"]) else set()
+    mismatched = [key for key, *_ in report["mismatched_keys"]]
+    remedy = "what is missing would be random: copy the whole model again, or correct its config.json"
+    check_report(name, remedy, set(report["missing_keys"]) - absent, report["unexpected_keys"], mismatched)
+    with torch.no_grad():
+        for key in absent:
+            model.get_parameter(key).zero_()
+    return model
+
+# %% ../nbs/15_decoder.ipynb #983038cc
+def check_head(decoder: CausalDecoder, what: str) -> None:
+    "Raise `InputError` when the model was saved without the vocabulary head that `what` needs."
+    if not decoder.head.weight.any():
+        raise InputError(f"{what} needs a vocabulary head, but {type(decoder.causal_lm).__name__} was saved without one; take its causal LM")
+
+
+def load_adapter(
+    model,  # with an adapter of the same configuration, whose weights are not those of the file
+    weights: dict[str, torch.Tensor],
+    folder: str | os.PathLike,  # where the weights are from
+):
+    "The model, with the weights of its adapter as they were saved; raises `InputError` unless these are all of the adapter's, and nothing else."
+    from peft import set_peft_model_state_dict
+
+    remedy = "save the adapter again, or take another checkpoint"
+    try:
+        report = set_peft_model_state_dict(model, weights)
+    except (RuntimeError, KeyError) as error:
+        raise InputError(f"the adapter in {str(folder)!r} does not fit the model: {_one_line(error)}; {remedy}") from error
+    own = [key for key in report.missing_keys if model.base_model.prefix in key]  # the others are the base's
+    check_report(folder, remedy, own, report.unexpected_keys)
+    return model
+
+
 # %% ../nbs/15_decoder.ipynb #fa8373a1
 def load_tokenizer(
     name: str,  # folder or hub name
@@ -382,18 +466,11 @@ def load_decoder(
     compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
 ) -> CausalDecoder:
     "Load a causal LM with packed attention, probe it, merge an adapter if `name` is one. Raises `InputError`."
-    from transformers import AutoModelForCausalLM
-
     _refuse_file(name)
     if (Path(name) / "adapter_config.json").exists():
         return _load_adapter(name, dtype, device, compute_dtype)
-    try:
-        to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}  # straight to where it will live
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager", **to)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise InputError(
-            f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub"
-        ) from error
+    to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}  # straight to where it will live
+    model = load_causal_lm(name, dtype, **to)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
     return _made_ready(model.to(device).eval(), compute_dtype)
@@ -467,12 +544,12 @@ def merge_lora(decoder: CausalDecoder) -> CausalDecoder:
 
 def _load_adapter(folder, dtype, device, compute_dtype):
     "Base and adapter of a LoRA folder, merged."
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, get_peft_model, load_peft_weights
 
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    config = PeftConfig.from_pretrained(folder)
     try:
-        decoder = load_decoder(base, dtype, device, compute_dtype)
+        decoder = load_decoder(config.base_model_name_or_path, dtype, device, compute_dtype)
     except InputError as error:
         raise InputError(f"the adapter in {folder} needs its base model: {error}") from error
-    decoder.model = PeftModel.from_pretrained(decoder.model, folder)
+    decoder.model = load_adapter(get_peft_model(decoder.model, config), load_peft_weights(folder, "cpu"), folder)
     return merge_lora(decoder).eval()

@@ -28,6 +28,7 @@ from anchor_embedding.decoder import (
     POOLINGS,
     CausalDecoder,
     check_echo,
+    check_head,
     choose_device,
     choose_dtype,
     load_decoder,
@@ -283,13 +284,17 @@ def read_settings(
 def load_pause_tokens(
     decoder: CausalDecoder,
     folder: Path,  # of a model or checkpoint
+    steps: int,  # how many there must be
 ) -> None:
     "Give the decoder the pause tokens saved with a model; raises `InputError`."
     try:
         values = load_file(folder / PAUSE_TOKENS)["pause_tokens"]
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError(f"{folder / PAUSE_TOKENS} is missing or damaged ({error}); save the model again") from error
-    add_pause_tokens(decoder, len(values), values=values)
+    if values.shape != (steps, decoder.hidden_size):
+        wanted = f"the model needs {steps} of {decoder.hidden_size} numbers"
+        raise InputError(f"{folder / PAUSE_TOKENS} holds pause tokens of shape {tuple(values.shape)}, but {wanted}; save the model again")
+    add_pause_tokens(decoder, steps, values=values)
 
 # %% ../nbs/35_embedder.ipynb #d5a51ada
 def load_embedder(
@@ -310,5 +315,7 @@ def load_embedder(
     path = own if ((own := own_files(path)) / "adapter_config.json").exists() else path
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
     if soft_tokens and soft_tokens.kind == "pause":
-        load_pause_tokens(decoder, own)
+        load_pause_tokens(decoder, own, soft_tokens.steps)
+    elif soft_tokens:
+        check_head(decoder, "a mixture of the vocabulary, as this model's soft tokens are,")
     return Embedder(decoder, tokenizer, pooling, soft_tokens, opening)

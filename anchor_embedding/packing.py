@@ -96,7 +96,7 @@ def _hidden(queries: int, keys: int, window: int | None, device) -> torch.Tensor
         seen.triu_(keys - queries - window + 1)
     return ~seen
 
-
+# %% ../nbs/10_packing.ipynb #34605af8
 def plain_attention(
     query,  # (1, H, L, D) of one text
     key,  # (1, H_kv, L, D)
@@ -120,7 +120,7 @@ def plain_attention(
     shares = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
     return F.dropout(shares, dropout) @ value.repeat_interleave(groups, dim=1)
 
-
+# %% ../nbs/10_packing.ipynb #55ca2e7b
 def attention_per_text(
     query,  # (1, H, T, D)
     key,  # (1, H_kv, T, D)
@@ -371,7 +371,7 @@ def _check_keywords(attention_mask, unknown: dict) -> None:
     if asked:
         raise InputError(f"it asks its attention for {', '.join(asked)}, which packed attention does not know")
 
-
+# %% ../nbs/10_packing.ipynb #fd9b79a7
 def packed_attention(
     module, query, key, value, attention_mask=None,
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,

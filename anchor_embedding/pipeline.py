@@ -25,7 +25,7 @@ from .display import counted
 from .docstrings import docstring_pairs
 from .embedder import Embedder
 from .errors import InputError, Stopped
-from .evaluation import HeldoutRetrieval, bm25_scores, pessimistic_ranks, retrieval_ranks
+from .evaluation import HeldoutRetrieval
 from .files import write_text
 from .recipe import Pipeline, load_recipe
 from .report import findings, headline, html_report, read_metrics, results_table
@@ -141,7 +141,7 @@ def example_searches(heldout: HeldoutRetrieval, models: dict[str, Callable], num
     return [
         {
             "query": heldout.queries[i],
-            "positive": heldout.documents[heldout.relevant[i]],
+            "positive": heldout.documents[heldout.relevant[i][0]],
             "hits": {name: found[row] for name, found in hits.items()},
         }
         for row, i in enumerate(which)
@@ -179,7 +179,7 @@ def run_pipeline(
     models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}
     report |= {"base": untouched(pipeline, base.path, report, evaluate), "bm25": heldout.bm25()}
     report["examples"] = example_searches(heldout, models)
-    report["ranks"] = {name: ranks.tolist() for name, ranks in all_ranks(heldout, models).items()}
+    report["ranks"] = all_ranks(heldout, models)
     report["card"] = report_card(pipeline, pairs, folders, base.source)
     report["timing"] = timing | report["timing"]
     report["seconds"] = round(time.perf_counter() - began, 1)
@@ -202,11 +202,10 @@ def remembering(encode: Callable) -> Callable:  # texts → (n, d)
     return encode_new
 
 
-def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[str, np.ndarray]:
-    "For every model and BM25, the rank of each held-out query's document: what a paired comparison needs."
-    queries, documents, relevant = heldout.queries, heldout.documents, heldout.relevant
-    ranks = {name: retrieval_ranks(encode(queries), encode(documents), relevant) for name, encode in models.items()}
-    return ranks | {"bm25": pessimistic_ranks(bm25_scores(queries, documents), relevant)}
+def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[str, list]:
+    "For every model and BM25, the ranks of each held-out query's documents: what a paired comparison needs."
+    ranks = {name: heldout.ranks(encode(heldout.queries), encode(heldout.documents)) for name, encode in models.items()}
+    return ranks | {"bm25": heldout.bm25_ranks()}
 
 # %% ../nbs/65_pipeline.ipynb #93755abe
 def untouched(pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[Embedder], dict]) -> dict:

@@ -18,12 +18,11 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from . import __version__
 from .batches import Instructions, tokenize_batch
 from .data import Example, fingerprint
-from .decoder import CausalDecoder
+from .decoder import CausalDecoder, check_head, vocabulary_logits
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
 from .errors import InputError
 from .packing import pack
@@ -48,21 +47,17 @@ def _attend(module, query, key, value, scaling, dropout, window, softcap) -> tor
     return (scores.softmax(-1).to(value.dtype) @ value).transpose(1, 2)
 
 
-def _logits(decoder: CausalDecoder, states: torch.Tensor) -> torch.Tensor:
-    "(n, V) float32: the scores of the next token from (n, d) states."
-    return F.linear(states, decoder.head.weight, decoder.head.bias).float()
-
-
 def _next_logits(decoder: CausalDecoder, inputs: torch.Tensor, cache) -> torch.Tensor:
     "(n, V): what follows (n, L, d) inputs, which follow what is in the cache and are put into it."
     seen, backbone = cache.get_seq_length(), decoder.causal_lm.get_decoder()
     positions = torch.arange(seen, seen + inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
     out = backbone(inputs_embeds=inputs, position_ids=positions, past_key_values=cache, attend=_attend, use_cache=True)
-    return _logits(decoder, out.last_hidden_state[:, -1])
+    return vocabulary_logits(decoder, out.last_hidden_state[:, -1]).float()
 
 # %% ../nbs/37_reading.ipynb #d49a60a4
 def _check_anchors(decoder: CausalDecoder, anchors: torch.Tensor) -> None:
-    "Finite rows of the model's size."
+    "A head to read with, and finite rows of the model's size."
+    check_head(decoder, "reading")
     if anchors.dim() != 2 or anchors.shape[1] != decoder.hidden_size:
         raise InputError(f"this model's vectors are rows of {decoder.hidden_size} numbers, not of the shape {tuple(anchors.shape)}")
     if not torch.isfinite(anchors).all():
@@ -143,7 +138,7 @@ def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, before: Sequenc
     "(n, V): what is predicted as the first token of each text."
     batch = pack([[*before, 0, *after]] * len(anchors), decoder.device)
     states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[batch.last]
-    return _logits(decoder, states)
+    return vocabulary_logits(decoder, states).float()
 
 
 @torch.no_grad()
@@ -261,6 +256,7 @@ def reconstruction_losses(
     "How well each side of a pair is foretold from the other's vector (equations 3 and 4), and what the right vector is worth. Raises `InputError`."
     if len(pairs) < 2:
         raise InputError(f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give at least two")
+    check_head(embedder.decoder, "reconstruction")
     batch, decoder = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0), embedder.decoder
     before, after = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     settings = {"pooling": embedder.pooling, "token_budget": token_budget}

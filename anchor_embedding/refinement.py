@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,7 +22,7 @@ from .batches import TokenBatch
 from .contrastive import Contrastive, contrastive_terms
 from .decoder import CausalDecoder
 from .errors import InputError
-from .evaluation import HeldoutRetrieval, rank_metrics, retrieval_ranks
+from .evaluation import HeldoutRetrieval, query_ndcg, rank_metrics
 from .packing import PackedBatch, pack, packed_attention
 from .significance import paired_bootstrap
 
@@ -354,13 +353,13 @@ def sweep_steps(
     every = range(1, steps + 1)
     both = lambda model, **more: (model.encode(heldout.queries, instruction, **more, **settings), model.encode(heldout.documents, **more, **settings))
     queries, documents = both(embedder, refine_steps=every)
-    ranks = {k: retrieval_ranks(queries[:, k - 1], documents[:, k - 1], heldout.relevant) for k in every}
+    ranks = {k: heldout.ranks(queries[:, k - 1], documents[:, k - 1]) for k in every}
     if embedder.soft_tokens.add_eos:
-        ranks = {0: retrieval_ranks(*both(without_soft_tokens(embedder)), heldout.relevant)} | ranks
-    ndcg = {k: np.where(rank <= 10, 1 / np.log2(1 + rank), 0.0) for k, rank in ranks.items()}
+        ranks = {0: heldout.ranks(*both(without_soft_tokens(embedder)))} | ranks
+    ndcg = {k: query_ndcg(found) for k, found in ranks.items()}
     gains = {k: paired_bootstrap(figures, ndcg[1]) for k, figures in ndcg.items()}
     interval = lambda gain: {"gain": gain.difference, "low": gain.low, "high": gain.high}
-    return [{"steps": k, **rank_metrics(rank), **interval(gains[k]), "ranks": rank.tolist()} for k, rank in ranks.items()]
+    return [{"steps": k, **rank_metrics(found), **interval(gains[k]), "ranks": found} for k, found in ranks.items()]
 
 # %% ../nbs/28_refinement.ipynb #f9ee888f
 def time_steps(

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'LABELS', 'LOSSES', 'COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'MARKERS', 'DIRECTIONS', 'CSS',
-           'read_metrics', 'read_report', 'results_table', 'heldout_queries', 'query_ndcg', 'compare_arms', 'headline',
-           'scale', 'findings', 'style', 'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps',
-           'plot_early_stage', 'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep', 'inline_svg',
-           'results_html', 'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
+           'read_metrics', 'read_report', 'results_table', 'heldout_queries', 'compare_arms', 'headline', 'scale',
+           'findings', 'style', 'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage',
+           'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep', 'inline_svg', 'results_html',
+           'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
 
 # %% ../nbs/60_report.ipynb #683c3a4b
 import contextlib
@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from .display import register_figures
 from .errors import InputError
+from .evaluation import query_ndcg
 from .files import write_text
 from .recipe import load_recipe
 from .significance import noise, paired_bootstrap
@@ -92,17 +93,9 @@ def results_table(
 def heldout_queries(
     report: dict,  # see `read_report`
 ) -> int | None:
-    "The number of held-out queries; None where the card does not say."
-    return report.get("card", {}).get("counts", {}).get("heldout")
-
-
-def query_ndcg(
-    ranks,        # (n,) rank of the one relevant document of every query, 1 = best
-    k: int = 10,  # ranks up to here count
-) -> np.ndarray:  # (n,) in [0, 1]; their mean is nDCG@k
-    "nDCG@k of every query that has one relevant document."
-    ranks = np.asarray(ranks, dtype=np.float64)
-    return np.where(ranks <= k, 1 / np.log2(1 + ranks), 0.0)
+    "The number of held-out queries: of those that have ranks, else as the card has it; None where neither says."
+    ranks = list(report.get("ranks", {}).values())
+    return len(ranks[0]) if ranks else report.get("card", {}).get("counts", {}).get("heldout")
 
 # %% ../nbs/60_report.ipynb #d0b28d8e
 def _last(report, key):

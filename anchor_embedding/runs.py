@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 # %% ../nbs/43_runs.ipynb #5fc73ee6
-from .decoder import CausalDecoder
+from .decoder import CausalDecoder, check_report
 from .display import cell_text, curve, facts_html, rows_html
 from .embedder import Embedder, write_embedder
 from .errors import InputError
@@ -249,7 +249,9 @@ def save_checkpoint(
     if main:
         with atomic_folder(folder) as aside:
             write_embedder(embedder, aside, weights)
-            save_file({key: value.contiguous() for key, value in moments.items()}, aside / "optimizer.safetensors")
+            untouched = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+            about = {"untouched": json.dumps(untouched)}  # trained parameters that never had a gradient
+            save_file({key: value.contiguous() for key, value in moments.items()}, aside / "optimizer.safetensors", about)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -259,13 +261,28 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is damaged ({error}); remove {path.parent} to go on from the checkpoint before it") from error
 
+# %% ../nbs/43_runs.ipynb #7a11f955
+_ENTRIES = ("step", "exp_avg", "exp_avg_sq")  # of Adam
+
+
+def _untouched(path: Path) -> list[str]:
+    "The trained parameters of which a file of moments has none."
+    with safe_open(path, "pt") as file:
+        return json.loads((file.metadata() or {}).get("untouched", "[]"))
+
 
 def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.Optimizer) -> None:
-    "Adam's state of a checkpoint; raises `InputError` when it is damaged."
-    named = own_parameters(decoder)
-    for key, value in read_tensors(folder / "optimizer.safetensors").items():
-        name, entry = key.rsplit("|", 1)
-        parameter = named[name]
+    "Adam's state of a checkpoint; raises `InputError` when it is damaged, or not that of the trained parameters, all of them."
+    path, named = folder / "optimizer.safetensors", own_parameters(decoder)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found, untouched = read_tensors(path), _untouched(path)
+    expected = {f"{name}|{entry}": p for name, p in named.items() if id(p) in trained and name not in untouched for entry in _ENTRIES}
+    shared = [key for key in expected if key in found and not key.endswith("|step")]
+    mismatched = [key for key in shared if found[key].shape != expected[key].shape]
+    remedy = f"remove {folder} to go on from the checkpoint before it"
+    check_report(path, remedy, expected.keys() - found.keys(), found.keys() - expected.keys(), mismatched)
+    for key, value in found.items():
+        parameter, entry = expected[key], key.rpartition("|")[2]
         optimizer.state[parameter][entry] = value.to(parameter.device) if entry == "step" else as_slice_of(value, parameter)
 
 # %% ../nbs/43_runs.ipynb #22b8046b

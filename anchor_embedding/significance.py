@@ -67,5 +67,6 @@ def noise(
     second: float,  # the same figure of another model
     queries: int,   # n
 ) -> float:
-    "Two standard errors of `first - second`, at most: 2 √((p₁(1 − p₁) + p₂(1 − p₂)) / n)."
-    return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / queries)
+    "Two standard errors of `first - second`, at most, whatever the covariance: 2 √((min(s, 2 − s) − (p₁ − p₂)²) / n) with s = p₁ + p₂."
+    both = first + second
+    return 2 * math.sqrt(max(0.0, min(both, 2 - both) - (first - second) ** 2) / queries)

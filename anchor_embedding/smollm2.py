@@ -61,7 +61,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    packed, report = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True)
+    if absent := sorted(report["missing_keys"]):
+        raise InputError(f"{gguf.name} lacks {len(absent)} weights of the model, such as {absent[0]}: give a model of your own with --base")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     settings = {k: v for k, v in packed.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     model = LlamaForCausalLM(LlamaConfig(**settings)).float().eval()

@@ -28,10 +28,10 @@ from .benchmark import table_markdown
 from .data import Example, fingerprint
 from .embedder import Embedder, read_tokenizer
 from .errors import InputError
-from .evaluation import HeldoutRetrieval, mean_cosine, rank_metrics, retrieval_ranks
+from .evaluation import HeldoutRetrieval, mean_cosine, query_ndcg, rank_metrics
 from .export import find_cards
 from .files import atomic_file, write_text
-from .pipeline import SplitPairs, all_ranks, report_card, run_arm, split_pairs
+from .pipeline import SplitPairs, report_card, run_arm, split_pairs
 from .plan import find_shape, measured_lengths, plan
 from .recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, closest, load_recipe, override
 from .refinement import time_steps
@@ -43,7 +43,6 @@ from anchor_embedding.report import (
     SPARE_COLOURS,
     end_labels,
     new_figure,
-    query_ndcg,
     read_metrics,
     results_table,
     style,
@@ -196,8 +195,8 @@ class Judge:
     def __call__(self, embedder: Embedder) -> list[dict]:
         "The lines of one evaluation."
         queries, documents = embedder.encode(self.heldout.queries), embedder.encode(self.heldout.documents)
-        ranks = retrieval_ranks(queries, documents, self.heldout.relevant)
-        figures = rank_metrics(ranks) | {"mean_cosine": mean_cosine(documents), "ranks": ranks.tolist()}
+        ranks = self.heldout.ranks(queries, documents)
+        figures = rank_metrics(ranks) | {"mean_cosine": mean_cosine(documents), "ranks": ranks}
         self.say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}")
         return [figures, *(self.tasks(embedder) if self.tasks else ())]
 
@@ -279,7 +278,7 @@ def judged(entrants: Mapping[str, Pipeline], folders, flops, base: str, judge: J
     settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling, "dtype": first.dtype}
     untouched = scores_of(judge(Embedder.from_pretrained(base, **settings)))
     ranks = {name: course[-1]["ranks"] for name, (course, _) in courses.items()}
-    ranks |= {"base": untouched["ranks"], "bm25": all_ranks(judge.heldout, {})["bm25"].tolist()}
+    ranks |= {"base": untouched["ranks"], "bm25": judge.heldout.bm25_ranks()}
     bare = lambda row: {key: value for key, value in row.items() if key != "ranks"}
     return {
         "arms": {name: [bare(row) for row in course] for name, (course, _) in courses.items()},

@@ -43,12 +43,14 @@ from .data import Example, fingerprint
 from anchor_embedding.decoder import (
     CausalDecoder,
     add_lora,
+    check_head,
     checkpoint_activations,
     choose_device,
     choose_dtype,
     compile_layers,
     free_memory,
     halve_frozen,
+    load_adapter,
     load_decoder,
     merge_lora,
 )
@@ -273,9 +275,11 @@ def prepare_embedder(
             halve_frozen(decoder)
     soft_tokens = getattr(make_objective(recipe, tokenizer), "soft_tokens", None)
     if soft_tokens and soft_tokens.kind == "pause":
-        load_pause_tokens(decoder, start) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
+        load_pause_tokens(decoder, start, soft_tokens.steps) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
-    if not OBJECTIVES[recipe.objective].uses_head and not tied:
+    if OBJECTIVES[recipe.objective].uses_head:
+        check_head(decoder, f"objective = {recipe.objective!r}")
+    elif not tied:
         decoder.head.requires_grad_(False)
     if recipe.activation_checkpointing:
         checkpoint_activations(decoder)
@@ -298,10 +302,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
-    "LoRA weights of a checkpoint into a decoder that has fresh adapters."
-    from peft import set_peft_model_state_dict
-
-    set_peft_model_state_dict(decoder.model, read_tensors(folder / "adapter_model.safetensors"))
+    "LoRA weights of a checkpoint into a decoder that has fresh adapters; raises `InputError` unless they are all there."
+    load_adapter(decoder.model, read_tensors(folder / "adapter_model.safetensors"), folder)
 
 # %% ../nbs/45_training.ipynb #e94c0543
 USABLE = {"cuda": 1 - FREE, "cpu": 0.4}  # share of the free memory that a plan may fill

@@ -1,0 +1,152 @@
+"""Weights that do not fit their model: nothing is made up at random, the command says what is missing and ends with 2."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from anchor_embedding.cli import main
+from anchor_embedding.embedder import PAUSE_TOKENS, Embedder
+from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+
+WORDS = PROSE.split()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "texts.txt"
+    path.write_text("what holds the ship\nthe anchor\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def model(folder, kind="llama", tied=True, **overrides):
+    """A whole model on disk."""
+    tiny_model(kind, tied=tied, **overrides).save_pretrained(folder)
+    tiny_tokenizer("smollm2").save_pretrained(folder)
+    return folder
+
+
+def change(file, function):
+    """Rewrite the tensors of a file."""
+    save_file(function(load_file(file)), file, {"format": "pt"})
+
+
+def without(part):
+    return lambda tensors: {key: value for key, value in tensors.items() if part not in key}
+
+
+def message(capsys, *arguments):
+    """The one line of a command that must be refused."""
+    capsys.readouterr()
+    assert main([str(word) for word in arguments]) == 2
+    printed = capsys.readouterr().err
+    (line,) = [line for line in printed.splitlines() if line.startswith("anchor: ")]
+    assert "Traceback" not in printed
+    return line
+
+
+def encoding(folder, texts, tmp_path):
+    return ["encode", folder, "--in", texts, "--out", tmp_path / "vectors.npy", "--dtype", "float32"]
+
+
+def training(recipe, base, pairs, out, *more):
+    small = [f"base={base}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=2", "dtype=float32", "checkpoint_every=1", *more]
+    return ["train", recipe, *[word for item in small for word in ("--set", item)], "--out", out]
+
+
+CHANGES = {
+    "a layer is missing": (without("layers.1."), "9 missing (model.layers.1.input_layernorm.weight"),
+    "every key has a prefix": (lambda tensors: {f"old.{key}": value for key, value in tensors.items()}, "20 not of this model (old.model"),
+    "a shape is another": (lambda tensors: {k: v[:9] if "q_proj" in k else v for k, v in tensors.items()}, "2 of another shape"),
+    "a map more": (lambda tensors: tensors | {"model.layers.0.mlp.extra.weight": torch.zeros(2)}, "1 not of this model"),
+    "no table": (without("embed_tokens"), "missing (lm_head.weight, model.embed_tokens.weight)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_that_do_not_fit_are_refused(tmp_path, texts, capsys, name):
+    function, expected = CHANGES[name]
+    folder = model(tmp_path / "model")
+    change(folder / "model.safetensors", function)
+    line = message(capsys, *encoding(folder, texts, tmp_path))
+    assert expected in line and str(folder) in line and "copy the whole model again" in line, line
+    assert not (tmp_path / "vectors.npy").exists()
+
+
+def test_more_layers_than_weights_are_refused(tmp_path, texts, capsys):
+    folder = model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert "9 missing (model.layers.2." in message(capsys, *encoding(folder, texts, tmp_path))
+
+
+def test_buffers_of_old_checkpoints_are_no_fault(tmp_path):
+    folder = model(tmp_path / "model")
+    before = Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
+    change(folder / "model.safetensors", lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert np.array_equal(before, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"]))
+
+
+def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(tmp_path, texts, pairs, capsys):
+    folder = model(tmp_path / "model", tied=False)
+    whole = Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
+    change(folder / "model.safetensors", lambda tensors: {k.removeprefix("model."): v for k, v in without("lm_head")(tensors).items()})
+    assert np.array_equal(whole, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"]))
+    assert main([str(word) for word in training("stage2", folder, pairs, tmp_path / "two")]) == 0
+    for number, start in enumerate((folder, tmp_path / "two" / "final")):  # a head that nobody has trained stays none
+        line = message(capsys, *training("stage1", start, pairs, tmp_path / f"one{number}"))
+        assert "objective = 'reconstruction' needs a vocabulary head" in line, line
+        assert "reading needs a vocabulary head" in message(capsys, "read", start, "what holds the ship", "--dtype", "float32")
+
+
+@pytest.mark.parametrize("function, expected", [
+    (lambda tensors: dict(sorted(tensors.items())[::2]), "14 missing ("),
+    (lambda tensors: tensors | {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(2, 2)}, "1 not of this model ("),
+    (lambda tensors: {key: value[:1] if "lora_A" in key else value for key, value in tensors.items()}, "does not fit the model: "),
+], ids=["half", "more", "shape"])  # fmt: skip
+def test_an_adapter_that_is_not_whole_is_refused(tmp_path, texts, pairs, capsys, function, expected):
+    """By `--resume`, and by whatever loads the checkpoint."""
+    arguments = training("stage2", model(tmp_path / "base"), pairs, tmp_path / "run")
+    assert main([str(word) for word in arguments]) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "step-000002")
+    kept = tmp_path / "run" / "step-000001"
+    change(kept / "adapter_model.safetensors", function)
+    for words in ([*arguments, "--resume"], encoding(kept, texts, tmp_path)):
+        line = message(capsys, *words)
+        assert expected in line and "step-000001" in line and "take another checkpoint" in line, line
+
+
+@pytest.mark.parametrize("function, expected", [
+    (without("layers.1."), "missing (model.model.layers.1."),
+    (without("|exp_avg_sq"), "missing ("),
+    (lambda tensors: tensors | {"model.model.layers.7.mlp.up_proj.weight|step": torch.zeros(())}, "1 not of this model ("),
+    (lambda tensors: {k: v[:2] if "embed_tokens.weight|exp_avg" in k else v for k, v in tensors.items()}, "2 of another shape ("),
+], ids=["layer", "entry", "more", "shape"])  # fmt: skip
+def test_moments_that_are_not_whole_are_refused(tmp_path, pairs, capsys, function, expected):
+    arguments = training("stage1", model(tmp_path / "base"), pairs, tmp_path / "run")
+    assert main([str(word) for word in arguments]) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "step-000002")
+    change(tmp_path / "run" / "step-000001" / "optimizer.safetensors", function)
+    line = message(capsys, *arguments, "--resume")
+    assert expected in line and "step-000001" in line and "remove" in line, line
+
+
+def test_pause_tokens_of_another_number_are_refused(tmp_path, texts, pairs, capsys):
+    more = ("learning_rate=1e-3", "soft_token_kind=pause", "refine_steps=3")
+    out = tmp_path / "run"
+    assert main([str(word) for word in training("smollm2-135m/gircse", model(tmp_path / "base"), pairs, out, *more)]) == 0
+    change(out / "final" / PAUSE_TOKENS, lambda tensors: {"pause_tokens": tensors["pause_tokens"][:2]})
+    assert "shape (2, 32), but the model needs 3 of 32 numbers" in message(capsys, *encoding(out / "final", texts, tmp_path))
