@@ -32,6 +32,8 @@ def attention_of(
         model.set_attn_implementation(name)
     except (ValueError, ImportError, NotImplementedError) as error:
         raise InputError(f"it does not take an attention from outside ({' '.join(str(error).split())[:120]})") from error
+    if model.config._attn_implementation != name:  # transformers only warns
+        raise InputError("it does not take an attention from outside")
     try:
         yield
     finally:
@@ -68,8 +70,6 @@ def backbone_of(model) -> nn.Module:
         raise InputError("it has no decoder apart from its head")
     if not isinstance(head, nn.Linear):
         raise InputError("it has no linear vocabulary head")
-    if not isinstance(getattr(backbone, "layers", None), nn.ModuleList):
-        raise InputError("its layers are not in a list named layers")
     return backbone
 
 
@@ -227,4 +227,6 @@ def compare_packed(
         raise InputError(f"packed texts get other states than each alone with eager attention (relative distance {error:.2g})")
     if not distance(embedded, packed) < 1e-4:
         raise InputError("its input embeddings are not all that it reads of a text")
+    if not isinstance(getattr(backbone_of(model), "layers", None), nn.ModuleList):
+        raise InputError("its layers are not in a list named layers")
     return logit_form(model, eager)
