@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import decoder as decoding
 from .batches import TokenBatch
-from .contrastive import Contrastive
+from .contrastive import Contrastive, as_numbers
 from .decoder import CausalDecoder
 from .packing import pack
 from .reconstruction import SIDES, Reconstruction, TokenMeans
@@ -98,7 +98,9 @@ class ContrastedReconstruction(Reconstruction):
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch; returns the loss terms of all of it."
-        return self.with_term(super().step(model, batch, accelerator), self.contrastive().step(model, batch, accelerator))
+        contrast = self.contrastive().collect(model, batch, accelerator, exchange=False)
+        terms = super().step(model, batch, accelerator)  # its last pass touches all parameters, and exchanges the gradients of both
+        return self.with_term(terms, as_numbers(contrast))
 
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
         "Loss terms of a batch, without gradient."

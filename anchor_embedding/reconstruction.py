@@ -15,8 +15,9 @@ import torch
 
 from .batches import TokenBatch
 from .decoder import CausalDecoder, vocabulary_loss
+from .errors import InputError
 from .packing import PackedBatch, pack
-from .processes import agreed_parts, global_sum, sync_gradients
+from .processes import agreed_parts, gather_rows, global_sum, sync_gradients
 
 # %% ../nbs/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ def decode_sums(
 ) -> torch.Tensor:  # (directions,) float32, nats
     "Sum of -log p over the targets of each direction (equations 3 and 4 before the division), the first of each text weighted."
     counts = [sum(map(len, direction)) for direction in bodies]
-    if not sum(counts):
-        return anchors.sum() * torch.zeros(len(counts), device=anchors.device)
+    if not sum(counts):  # a loss of 0 that still reaches the head and the anchors: every pass has a gradient for all parameters
+        nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
+        return vocabulary_loss(decoder, anchors[:0], nothing).expand(len(counts))
     batch = decode_batch([body for direction in bodies for body in direction], headers, decoder.device, options.before)
     drop = options.input_dropout if decoder.training else 0.0
     inputs = dropped(batch.inputs, drop, eos_id) if drop else batch.inputs
@@ -193,30 +195,46 @@ def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, flo
     "Loss terms by name, and `loss`, as plain numbers (one transfer from the device)."
     return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist(), strict=True))
 
+# %% ../nbs/20_reconstruction.ipynb #91d3e7ba
+def _all_anchors(own, places, accelerator):
+    "(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this process; (n,) places of these in it."
+    places = torch.tensor(range(own.shape[1]) if places is None else places, device=own.device)
+    if not accelerator:
+        return own, places
+    anchors = torch.cat(gather_rows(accelerator, own.transpose(0, 1)))
+    order = torch.cat(gather_rows(accelerator, places))
+    return anchors[order.argsort()].transpose(0, 1), places
+
 # %% ../nbs/20_reconstruction.ipynb #f4f33fc3
 @torch.no_grad()
 def anchor_gain(
     objective,  # a `Reconstruction`, or one with the same passes
     decoder: CausalDecoder,
-    batch: TokenBatch,  # at least two pairs
+    batch: TokenBatch,  # the pairs that this process holds of a global batch
+    accelerator=None,  # of several processes, which must all call it
+    places: Sequence[int] | None = None,  # of these pairs in the global batch; None: they are all of it
 ) -> dict[str, float]:  # anchor_gain_… of every direction (nats per token), mean_cosine
-    "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are."
+    "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are. Raises `InputError` for a single pair."
     if isinstance(objective, Reconstruction):
-        objective = replace(objective, first_weight=1.0, target_tokens=0)
+        objective = replace(objective, first_weight=1.0, target_tokens=0, predict_eos=False)
     names, parts = list(objective.weights()), objective.micro_batches(decoder, batch)
-    anchors = torch.cat([decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts], dim=1)
-    sums = {}
+    own = torch.cat([decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts], dim=1)
+    anchors, places = _all_anchors(own.float(), places, accelerator)
+    pairs = anchors.shape[1]
+    if pairs < 2:
+        raise InputError("the anchor gain needs the anchor of another pair, but the batch has one: raise batch_size, or set anchor_gain_every = 0")
+    sums = anchors.new_zeros(2, len(names))
     for shift in (0, 1):
-        start, sums[shift] = 0, 0.0
-        shifted = anchors.roll(-shift, dims=1)
+        start = 0
         for part in parts:
-            stop = start + len(part.queries)
-            sums[shift] = sums[shift] + decoder(objective.decode, shifted[:, start:stop].flatten(0, 1), part, names)
+            stop = start + len(part)
+            given = anchors[:, (places[start:stop] + shift) % pairs].flatten(0, 1)
+            sums[shift] += decoder(objective.decode, given, part, names)
             start = stop
-    counts = [max(1, sum(map(len, bodies))) for bodies in objective.bodies(batch, names)]
-    gains = (sums[1] - sums[0]) / torch.tensor(counts, device=anchors.device)
-    unit = torch.nn.functional.normalize(anchors[1].float(), dim=-1)
-    n = len(unit)
-    cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
+    counts = torch.tensor([[sum(map(len, bodies)) for bodies in objective.bodies(batch, names)]], device=sums.device)
+    sums = torch.cat([sums, counts])
+    right, other, counts = global_sum(accelerator, sums) if accelerator else sums
+    unit = torch.nn.functional.normalize(anchors[1], dim=-1)
+    cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (pairs * (pairs - 1))
     keys = [*(f"anchor_gain_{name}" for name in names), "mean_cosine"]
-    return dict(zip(keys, [*gains.tolist(), cosine.item()], strict=True))
+    return dict(zip(keys, [*((other - right) / counts.clamp_min(1)).tolist(), cosine.item()], strict=True))
