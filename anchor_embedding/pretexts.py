@@ -41,8 +41,8 @@ def bag_loss(
     found = []
     for start in range(0, len(bags), rows):
         part = bags[start : start + rows]
-        sizes = torch.tensor([len(bag) for bag in part], device=vectors.device)
-        tokens = torch.tensor([token for bag in part for token in bag], device=vectors.device, dtype=torch.int64)
+        sizes = torch.tensor([len(bag) for bag in part]).to(vectors.device, non_blocking=True)
+        tokens = torch.tensor([token for bag in part for token in bag], dtype=torch.int64).to(vectors.device, non_blocking=True)
         chunk = vectors[start : start + rows]
         found.append(checkpoint(of_rows, chunk, weight, sizes, tokens, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(found)

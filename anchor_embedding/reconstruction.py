@@ -92,7 +92,11 @@ def decode_sums(
 
 def _first_sums(decoder, states, targets, bodies, number):
     "(directions,) sums of -log p over the first `number` targets of every text."
-    first = torch.tensor([i < number for direction in bodies for body in direction for i in range(len(body))], device=targets.device)
+    first, start = [], 0
+    for body in (body for direction in bodies for body in direction):
+        first += range(start, start + min(len(body), number))
+        start += len(body)
+    first = torch.tensor(first).to(targets.device, non_blocking=True)
     counts = [sum(min(len(body), number) for body in direction) for direction in bodies]
     parts = zip(states[first].split(counts), targets[first].split(counts), strict=True)
     return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
@@ -159,9 +163,9 @@ class TokenMeans:
         "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
         weights = {name: weight for name, weight in self.weights().items() if weight}
         directions, parts = list(weights), self.micro_batches(model, batch)
-        weight = torch.tensor(list(weights.values()), device=accelerator.device)
-        counts = self.counts(batch, directions)
-        counts = global_sum(accelerator, torch.tensor(counts, dtype=torch.float32, device=accelerator.device))
+        weight = torch.tensor(list(weights.values())).to(accelerator.device, non_blocking=True)
+        counts = torch.tensor(self.counts(batch, directions), dtype=torch.float32)
+        counts = global_sum(accelerator, counts.to(accelerator.device, non_blocking=True))
         totals = torch.zeros_like(weight)
         for index, part in enumerate(parts):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1):
@@ -198,7 +202,7 @@ def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, flo
 # %% ../nbs/20_reconstruction.ipynb #91d3e7ba
 def _all_anchors(own, places, accelerator):
     "(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this process; (n,) places of these in it."
-    places = torch.tensor(range(own.shape[1]) if places is None else places, device=own.device)
+    places = torch.tensor(range(own.shape[1]) if places is None else places).to(own.device, non_blocking=True)
     if not accelerator:
         return own, places
     anchors = torch.cat(gather_rows(accelerator, own.transpose(0, 1)))
@@ -231,8 +235,8 @@ def anchor_gain(
             given = anchors[:, (places[start:stop] + shift) % pairs].flatten(0, 1)
             sums[shift] += decoder(objective.decode, given, part, names)
             start = stop
-    counts = torch.tensor([[sum(map(len, bodies)) for bodies in objective.bodies(batch, names)]], device=sums.device)
-    sums = torch.cat([sums, counts])
+    counts = torch.tensor([[sum(map(len, bodies)) for bodies in objective.bodies(batch, names)]])
+    sums = torch.cat([sums, counts.to(sums.device, non_blocking=True)])
     right, other, counts = global_sum(accelerator, sums) if accelerator else sums
     unit = torch.nn.functional.normalize(anchors[1], dim=-1)
     cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (pairs * (pairs - 1))
