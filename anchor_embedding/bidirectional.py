@@ -6,8 +6,11 @@
 __all__ = ['ATTENTIONS', 'sees_later_tokens', 'set_attention', 'mask_id', 'places_to_mask', 'masked_number', 'MaskedPrediction']
 
 # %% ../nbs/27_bidirectional.ipynb #0a442e16
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -94,18 +97,19 @@ class MaskedPrediction(TokenMeans):
         "The number of masked tokens."
         return [sum(masked_number(text, self.mask_share) for text in self.texts(batch))]
 
-    def chosen(self, text: TokenizedText, generator: torch.Generator | None) -> torch.Tensor:
-        "(k,) the places that are masked, in order."
+    def chosen(self, text: TokenizedText, drawn: bool) -> torch.Tensor:
+        "(k,) the places that are masked, in order: drawn at random, or always the same ones of a text, whatever texts are beside it."
         places = torch.tensor(places_to_mask(text), dtype=torch.int64)
+        generator = None if drawn else torch.Generator().manual_seed(zlib.crc32(array("q", text.ids).tobytes()))
         return places[torch.randperm(len(places), generator=generator)[: masked_number(text, self.mask_share)].sort().values]
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
-        "(1,) sum of -log p over the masked tokens; drawn at random in training, always the same ones otherwise."
-        generator = None if decoder.training else torch.Generator().manual_seed(0)
+        "(1,) sum of -log p over the masked tokens, which are drawn at random in training."
         texts = self.texts(batch)
         packed = pack([text.ids for text in texts], decoder.device)
-        offsets = [sum(packed.lengths[:i]) for i in range(len(texts))]
-        masked = torch.cat([self.chosen(text, generator) + start for text, start in zip(texts, offsets, strict=True)]).to(decoder.device)
+        starts = accumulate(packed.lengths[:-1], initial=0)
+        masked = [self.chosen(text, decoder.training) + start for text, start in zip(texts, starts, strict=True)]
+        masked = torch.cat(masked).to(decoder.device, non_blocking=True)
         targets = packed.ids[masked]
         packed.ids[masked] = self.mask_id
         return vocabulary_loss(decoder, decoder.states(packed)[masked - 1], targets)[None]

@@ -29,14 +29,14 @@ def quickstart(args: argparse.Namespace) -> None:
     from anchor_embedding.recipe import load_recipe
 
     given = [f"{key}={value}" for key in ("base", "data", "steps") if (value := getattr(args, key)) is not None]
-    run_pipeline(load_recipe("quickstart", [*given, *args.set]), args.out or Path("runs/quickstart"), say=_say)
+    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say)
 
 # %% ../nbs/70_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
     "One recipe or pipeline; `--dry-run` prints the first batch's loss terms instead."
     from anchor_embedding.recipe import Pipeline, load_recipe
 
-    recipe = load_recipe(args.recipe, args.set)
+    recipe = load_recipe(args.recipe, args.set, _say)
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
         if args.dry_run or args.resume or _many(args):
@@ -140,7 +140,7 @@ def plan(args: argparse.Namespace) -> None:
     from anchor_embedding.plan import plan as make_plan
     from anchor_embedding.recipe import load_recipe
 
-    made = make_plan(load_recipe(args.recipe, args.set), args.nproc, args.gpu or None, measure=True)
+    made = make_plan(load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True)
     print(json.dumps(made.to_dict()) if args.json else made)
 
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['rivals_of_pairs', 'text_key', 'softmax_loss', 'loss_of_pairs', 'ContrastiveLoss', 'contrastive_terms', 'random_state',
-           'replayed', 'text_order', 'by_side', 'global_terms', 'as_numbers', 'ContrastivePasses', 'Contrastive']
+           'set_random_state', 'replayed', 'text_order', 'by_side', 'global_terms', 'as_numbers', 'ContrastivePasses',
+           'Contrastive']
 
 # %% ../nbs/25_contrastive.ipynb #b09e8fea
 import hashlib
@@ -153,18 +154,34 @@ def contrastive_terms(
 
 # %% ../nbs/25_contrastive.ipynb #f7a75496
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    "State of the random generators a forward on `device` draws from."
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    "State of the random generators a forward on `device` draws from: the CPU's and, for an accelerator, its own."
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(*_which(device)))
+    return states
+
+
+def set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
+    "Put the generators into a state that `random_state` returned."
+    torch.set_rng_state(state[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state[1], *_which(device))
+
+
+def _which(device):
+    "The argument that names the device: none for MPS, which has a single generator."
+    return () if device.type == "mps" else (device,)
 
 
 @contextmanager
 def replayed(state: list[torch.Tensor], device: torch.device):
     "Random numbers come as they came after `state`; afterwards the generators go on where they were."
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state[1], device)
+    before = random_state(device)
+    set_random_state(state, device)
+    try:
         yield
+    finally:
+        set_random_state(before, device)
 
 # %% ../nbs/25_contrastive.ipynb #5e5a9d09
 def text_order(
@@ -245,24 +262,28 @@ class Contrastive(ContrastivePasses):
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch, of which this process holds `batch`; returns `infonce`, `loss`, `candidates` of all of it."
+        return as_numbers(self.collect(model, batch, accelerator))
+
+    def collect(self, model, batch: TokenBatch, accelerator, exchange: bool = True) -> dict[str, torch.Tensor]:
+        "`step` with its terms left on the device; without `exchange` the gradients wait for a later pass to exchange them."
         groups, device, world = self.groups(model, batch), accelerator.device, accelerator.num_processes
         parts, states, vectors = [batch.take(group) for group in groups], [], []
         last = len(parts) - 1
         for index, part in enumerate(parts):
             states.append(random_state(device))
-            with torch.set_grad_enabled(index == 0), sync_gradients(accelerator, model, now=not last):
+            with torch.set_grad_enabled(index == 0), sync_gradients(accelerator, model, now=exchange and not last):
                 vectors.append(model(self.encode, part))
         order = text_order(batch, groups).to(device, non_blocking=True)
         facts = self.facts(batch, device, accelerator.process_index, world)
         terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
         upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
-        with sync_gradients(accelerator, model, now=not last):
+        with sync_gradients(accelerator, model, now=exchange and not last):
             accelerator.backward((vectors.pop(0).float() * upstreams[0]).sum())
         for index in range(1, len(parts)):
-            with sync_gradients(accelerator, model, now=index == last), replayed(states[index], device):
+            with sync_gradients(accelerator, model, now=exchange and index == last), replayed(states[index], device):
                 again = model(self.encode, parts[index])
                 accelerator.backward((again.float() * upstreams[index]).sum())
-        return as_numbers(terms)
+        return terms
 
     @torch.no_grad()
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:

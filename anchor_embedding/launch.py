@@ -310,9 +310,9 @@ def _exit_on_termination():
             signal.signal(signal.SIGTERM, before)
 
 
-def _one_stage(recipe: str | Path | Recipe, overrides: Iterable[str]) -> Recipe:
+def _one_stage(recipe: str | Path | Recipe, overrides: Iterable[str], say: Callable[[str], None]) -> Recipe:
     "The recipe of one stage that is meant; raises `InputError`."
-    found = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    found = override(recipe, overrides, say) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, say)
     if not isinstance(found, Recipe):
         raise InputError(f"{recipe} is a pipeline of several runs; launch takes a recipe of one stage")
     return found
@@ -339,7 +339,7 @@ def launch(
     words: Sequence[str] = (),  # further ones of `anchor train` for every process, like --eval-tasks
 ) -> Path:  # the folder `final` inside `out`
     "Run a recipe on several processes. Raises `InputError` for bad input, `WorkerError` for a process that failed otherwise."
-    recipe = _one_stage(recipe, overrides)
+    recipe = _one_stage(recipe, overrides, say)
     check_processes(nproc, nodes, node_rank, rendezvous)
     if recipe.batch_size % (nproc * nodes):
         raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {nproc * nodes} processes")

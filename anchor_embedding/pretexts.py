@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import decoder as decoding
 from .batches import TokenBatch
-from .contrastive import Contrastive
+from .contrastive import Contrastive, as_numbers
 from .decoder import CausalDecoder
 from .packing import pack
 from .reconstruction import SIDES, Reconstruction, TokenMeans
@@ -41,8 +41,8 @@ def bag_loss(
     found = []
     for start in range(0, len(bags), rows):
         part = bags[start : start + rows]
-        sizes = torch.tensor([len(bag) for bag in part], device=vectors.device)
-        tokens = torch.tensor([token for bag in part for token in bag], device=vectors.device, dtype=torch.int64)
+        sizes = torch.tensor([len(bag) for bag in part]).to(vectors.device, non_blocking=True)
+        tokens = torch.tensor([token for bag in part for token in bag], dtype=torch.int64).to(vectors.device, non_blocking=True)
         chunk = vectors[start : start + rows]
         found.append(checkpoint(of_rows, chunk, weight, sizes, tokens, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(found)
@@ -98,7 +98,9 @@ class ContrastedReconstruction(Reconstruction):
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch; returns the loss terms of all of it."
-        return self.with_term(super().step(model, batch, accelerator), self.contrastive().step(model, batch, accelerator))
+        contrast = self.contrastive().collect(model, batch, accelerator, exchange=False)
+        terms = super().step(model, batch, accelerator)  # its last pass touches all parameters, and exchanges the gradients of both
+        return self.with_term(terms, as_numbers(contrast))
 
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
         "Loss terms of a batch, without gradient."

@@ -49,15 +49,15 @@ def gather_rows(
     rows = rows.detach().contiguous()
     if accelerator.num_processes == 1:
         return [rows]
-    size = torch.tensor([len(rows)], device=rows.device)
+    size = torch.tensor([len(rows)]).to(rows.device, non_blocking=True)
     sizes = [torch.zeros_like(size) for _ in range(accelerator.num_processes)]
     dist.all_gather(sizes, size)
-    longest = max(int(s) for s in sizes)
-    padded = rows.new_zeros(longest, *rows.shape[1:])
+    sizes = torch.cat(sizes).tolist()
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
     padded[: len(rows)] = rows
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return [part[: int(s)] for part, s in zip(everyone, sizes, strict=True)]
+    return [part[:size] for part, size in zip(everyone, sizes, strict=True)]
 
 # %% ../nbs/17_processes.ipynb #e4618880
 def balanced_share(
@@ -133,7 +133,7 @@ def agreed_parts(
     "`token_budget_batches`; for a sharded model as many of them on every process."
     parts = token_budget_batches(lengths, budget)
     if is_sharded(model):
-        most = torch.tensor([len(parts)], device=next(model.parameters()).device)
+        most = torch.tensor([len(parts)]).to(next(model.parameters()).device, non_blocking=True)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         parts = _cut_into(parts, lengths, int(most))
     return parts

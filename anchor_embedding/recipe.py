@@ -8,8 +8,8 @@ __all__ = ['AUTOMATIC', 'GROUPS', 'OBJECTIVES', 'LORA', 'OWNED', 'KINDS', 'CHOIC
            'RunSettings', 'owners', 'closest', 'check_type', 'check_value', 'settle', 'Saved', 'Recipe', 'check_known',
            'replace_settings', 'show_text', 'show_html', 'toml_value', 'toml_table', 'recipe_toml', 'EvaluationPlan',
            'Pipeline', 'checked_pipeline', 'pipeline_dict', 'pipeline_toml', 'takes', 'extended', 'recipe_from_dict',
-           'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'override', 'shipped_recipes',
-           'recipe_table', 'load_recipe', 'deviations', 'own_choices']
+           'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'with_share', 'override',
+           'shipped_recipes', 'recipe_table', 'load_recipe', 'deviations', 'own_choices']
 
 # %% ../nbs/40_recipe.ipynb #32cf39c8
 import difflib
@@ -309,6 +309,10 @@ def _conflicts(v):
         f"`pooling` = {v['pooling']!r}: refinement pools the states at its soft tokens; give \"mean\" or \"last\"")
     yield 0 < end < v["steps"], (f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = {v['steps']}; "
                                  "raise it, or give 0 for the same as `steps`")
+    whole, warm = end or v["steps"], v["warmup_steps"]
+    yield warm >= whole, (f"`warmup_steps` = {warm}: the learning rate would never fall, because its schedule ends at step {whole}; lower it, "
+                          "or give the `schedule_steps` of the longer run that this one is the beginning of")
+    yield v["anchor_gain_every"] and size < 2, f"`batch_size` = {size}: the anchor gain compares pairs; leave `anchor_gain_every` out"
     yield micro and not v["as_released"], (f"`micro_batch_size` = {micro}: only `as_released = true` averages over micro-batches; "
                                            "otherwise `token_budget` splits the batch and changes no result: leave it out")
     yield v["as_released"] and v["predict_eos"], "`as_released = true` scores what the released code scores: leave `predict_eos` out"
@@ -723,10 +727,28 @@ def _changes(pipeline, overrides):
                 changes[s][name] = overrides[key]
     return changes
 
+# %% ../nbs/40_recipe.ipynb #4b7d92e0
+def with_share(
+    recipe: Recipe,
+    changes: Mapping,  # setting → new value
+    say: Callable[[str], None] | None = None,  # is told what else changes
+) -> dict:  # `changes`, and the warm-up where they leave it open
+    "Changes of which other `steps` take the warm-up along: its share of the run stays, unless the schedule is given apart from the run."
+    steps = changes.get("steps", recipe.steps)
+    apart = recipe.schedule_steps or {"warmup_steps", "schedule_steps"} & changes.keys()
+    warmup = min(round(recipe.warmup_steps * steps / recipe.steps), steps - 1)
+    if apart or warmup == recipe.warmup_steps:
+        return dict(changes)
+    if say:
+        say(f"{recipe.name}: steps = {steps} in place of {recipe.steps}, and the warm-up keeps its share: warmup_steps = {warmup} "
+            f"in place of {recipe.warmup_steps} (give warmup_steps for another)")
+    return {**changes, "warmup_steps": warmup}
+
 # %% ../nbs/40_recipe.ipynb #3c6ac4e9
 def override(
     recipe: Recipe | Pipeline,            # what to change
     overrides: Iterable[str] | Mapping,   # see `parse_overrides`
+    say: Callable[[str], None] | None = None,  # is told of a warm-up that changes along, see `with_share`
 ) -> Recipe | Pipeline:  # a new one
     "A recipe or pipeline with some settings changed; a key for one stage wins over a bare one."
     overrides = parse_overrides(overrides)
@@ -734,10 +756,11 @@ def override(
         for key in overrides:
             if "." in key:
                 raise InputError(f"`{key}`: '{recipe.name}' is one stage; write {key.rpartition('.')[2]}=…")
-        return recipe.replace(**overrides)
+        return recipe.replace(**with_share(recipe, overrides, say))
     top = {key: overrides.pop(key) for key in ("name", "description") if key in overrides}
     plan = {k.removeprefix("evaluation."): overrides.pop(k) for k in list(overrides) if k.startswith("evaluation.")}
-    stages = {name: recipe.stages[name].replace(**change) for name, change in _changes(recipe, overrides).items()}
+    changes = {name: with_share(recipe.stages[name], change, say) for name, change in _changes(recipe, overrides).items()}
+    stages = {name: recipe.stages[name].replace(**change) for name, change in changes.items()}
     return replace(recipe, **top, stages=stages, evaluation=replace(recipe.evaluation, **plan))
 
 # %% ../nbs/40_recipe.ipynb #c5516dfe
@@ -798,9 +821,10 @@ def _load(name_or_path, folder=Path(), chain=()):
 def load_recipe(
     name_or_path,                              # a shipped name ("stage1", "llama-3.1-8b/stage2", …) or the path of a TOML file
     overrides: Iterable[str] | Mapping = (),   # "key=value", see `parse_overrides`
+    say: Callable[[str], None] | None = None,  # see `override`
 ) -> Recipe | Pipeline:
     "A shipped recipe or one from a file, with overrides; InputError says what is wrong where."
-    return override(_load(name_or_path), overrides)
+    return override(_load(name_or_path), overrides, say)
 
 # %% ../nbs/40_recipe.ipynb #93817916
 PAPER = {"reconstruction": "stage1", "contrastive": "stage2", "refinement": "mistral-7b/gircse"}  # objective → its paper's recipe
@@ -812,7 +836,10 @@ def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the
         return {}
     apart = {"base", "data", *(f.name for f in fields(RunSettings))}
     differences = recipe.differences(load_recipe(PAPER[recipe.objective]))
-    return {key: pair for key, pair in differences.items() if key not in apart}
+    found = {key: pair for key, pair in differences.items() if key not in apart}
+    if recipe.objective == "contrastive" and (recipe.attention, recipe.pooling) == ("bidirectional", "mean"):
+        found["mean over"] = ("all tokens", "all tokens; in LLM2Vec those after the instruction")
+    return found
 
 
 def own_choices(recipe: Recipe) -> dict:  # setting → (value here, what the paper says)

@@ -18,7 +18,7 @@ from .batches import TokenBatch
 from .decoder import CausalDecoder, vocabulary_loss
 from .errors import InputError
 from .packing import PackedBatch, pack
-from .processes import agreed_parts, global_sum, sync_gradients
+from .processes import agreed_parts, gather_rows, global_sum, sync_gradients
 from .text import Template
 
 # %% ../nbs/20_reconstruction.ipynb #1e1d4df3
@@ -77,8 +77,9 @@ def decode_sums(
 ) -> torch.Tensor:  # (directions,) float32, nats
     "Sum of -log p over the targets of each direction (equations 3 and 4 before the division), the first of each text weighted."
     counts = [sum(map(len, direction)) for direction in bodies]
-    if not sum(counts):
-        return anchors.sum() * torch.zeros(len(counts), device=anchors.device)
+    if not sum(counts):  # a loss of 0 that still reaches the head and the anchors: every pass has a gradient for all parameters
+        nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
+        return vocabulary_loss(decoder, anchors[:0], nothing).expand(len(counts))
     flat = [body for direction in bodies for body in direction]
     batch = decode_batch(flat, decoder.device, options.before, options.after)
     drop = options.input_dropout if decoder.training else 0.0
@@ -93,7 +94,11 @@ def decode_sums(
 
 def _first_sums(decoder, states, targets, bodies, number):
     "(directions,) sums of -log p over the first `number` targets of every text."
-    first = torch.tensor([i < number for direction in bodies for body in direction for i in range(len(body))], device=targets.device)
+    first, start = [], 0
+    for body in (body for direction in bodies for body in direction):
+        first += range(start, start + min(len(body), number))
+        start += len(body)
+    first = torch.tensor(first).to(targets.device, non_blocking=True)
     counts = [sum(min(len(body), number) for body in direction) for direction in bodies]
     parts = zip(states[first].split(counts), targets[first].split(counts), strict=True)
     return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
@@ -158,9 +163,9 @@ class TokenMeans:
         "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
         weights = {name: weight for name, weight in self.weights().items() if weight}
         directions, parts = list(weights), self.micro_batches(model, batch)
-        weight = torch.tensor(list(weights.values()), device=accelerator.device)
-        counts = self.counts(batch, directions)
-        counts = global_sum(accelerator, torch.tensor(counts, dtype=torch.float32, device=accelerator.device))
+        weight = torch.tensor(list(weights.values())).to(accelerator.device, non_blocking=True)
+        counts = torch.tensor(self.counts(batch, directions), dtype=torch.float32)
+        counts = global_sum(accelerator, counts.to(accelerator.device, non_blocking=True))
         totals = torch.zeros_like(weight)
         for index, part in enumerate(parts):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1):
@@ -211,30 +216,46 @@ def opening_ids(
         raise InputError(f"decode_opening = 'around' needs a header, and the {template.style} template has none: take 'encode', or another template")
     return template.header[:1], template.header
 
+# %% ../nbs/20_reconstruction.ipynb #91d3e7ba
+def _all_anchors(own, places, accelerator):
+    "(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this process; (n,) places of these in it."
+    places = torch.tensor(range(own.shape[1]) if places is None else places).to(own.device, non_blocking=True)
+    if not accelerator:
+        return own, places
+    anchors = torch.cat(gather_rows(accelerator, own.transpose(0, 1)))
+    order = torch.cat(gather_rows(accelerator, places))
+    return anchors[order.argsort()].transpose(0, 1), places
+
 # %% ../nbs/20_reconstruction.ipynb #f4f33fc3
 @torch.no_grad()
 def anchor_gain(
     objective,  # a `Reconstruction`, or one with the same passes
     decoder: CausalDecoder,
-    batch: TokenBatch,  # at least two pairs
+    batch: TokenBatch,  # the pairs that this process holds of a global batch
+    accelerator=None,  # of several processes, which must all call it
+    places: Sequence[int] | None = None,  # of these pairs in the global batch; None: they are all of it
 ) -> dict[str, float]:  # anchor_gain_… of every direction (nats per token), mean_cosine
-    "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are."
+    "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are. Raises `InputError` for a single pair."
     if isinstance(objective, Reconstruction):
-        objective = replace(objective, first_weight=1.0, target_tokens=0)
+        objective = replace(objective, first_weight=1.0, target_tokens=0, predict_eos=False)
     names, parts = list(objective.weights()), objective.micro_batches(decoder, batch)
-    anchors = torch.cat([decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts], dim=1)
-    sums = {}
+    own = torch.cat([decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts], dim=1)
+    anchors, places = _all_anchors(own.float(), places, accelerator)
+    pairs = anchors.shape[1]
+    if pairs < 2:
+        raise InputError("the anchor gain needs the anchor of another pair, but the batch has one: raise batch_size, or set anchor_gain_every = 0")
+    sums = anchors.new_zeros(2, len(names))
     for shift in (0, 1):
-        start, sums[shift] = 0, 0.0
-        shifted = anchors.roll(-shift, dims=1)
+        start = 0
         for part in parts:
-            stop = start + len(part.queries)
-            sums[shift] = sums[shift] + decoder(objective.decode, shifted[:, start:stop].flatten(0, 1), part, names)
+            stop = start + len(part)
+            given = anchors[:, (places[start:stop] + shift) % pairs].flatten(0, 1)
+            sums[shift] += decoder(objective.decode, given, part, names)
             start = stop
-    counts = [max(1, sum(map(len, bodies))) for bodies in objective.bodies(batch, names)]
-    gains = (sums[1] - sums[0]) / torch.tensor(counts, device=anchors.device)
-    unit = torch.nn.functional.normalize(anchors[1].float(), dim=-1)
-    n = len(unit)
-    cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
+    counts = torch.tensor([[sum(map(len, bodies)) for bodies in objective.bodies(batch, names)]])
+    sums = torch.cat([sums, counts.to(sums.device, non_blocking=True)])
+    right, other, counts = global_sum(accelerator, sums) if accelerator else sums
+    unit = torch.nn.functional.normalize(anchors[1], dim=-1)
+    cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (pairs * (pairs - 1))
     keys = [*(f"anchor_gain_{name}" for name in names), "mean_cosine"]
-    return dict(zip(keys, [*gains.tolist(), cosine.item()], strict=True))
+    return dict(zip(keys, [*((other - right) / counts.clamp_min(1)).tolist(), cosine.item()], strict=True))

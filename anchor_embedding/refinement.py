@@ -270,7 +270,8 @@ def refine(
     wanted = [tokens.steps if steps is None else steps] if steps is None or isinstance(steps, int) else list(steps)
     for number in (min(wanted, default=0), max(wanted, default=0)):
         tokens = replace(tokens, steps=number)
-    vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)[:, [number - 1 for number in wanted]]
+    vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)
+    vectors = torch.stack([vectors[:, number - 1] for number in wanted], dim=1)
     return vectors[:, 0] if steps is None or isinstance(steps, int) else vectors
 
 # %% ../nbs/28_refinement.ipynb #128c89ec

@@ -26,6 +26,7 @@ class PaddedBatch:
     ids: torch.Tensor  # (n, L) int64
     content: torch.Tensor  # (n, L) bool: body and end of the text, what attention sees
     scored: torch.Tensor  # (n, L) bool: everything but ids that equal the EOS
+    places: torch.Tensor  # (S,) int64, where `scored` holds, in rows put one after the other
 
 
 def left_padded(
@@ -35,9 +36,11 @@ def left_padded(
 ) -> PaddedBatch:
     "Texts as the released collator pads and masks them."
     width = max(map(len, texts))
-    ids = torch.tensor([[eos_id] * (width - len(text)) + text.ids for text in texts], device=device)
-    begins = torch.tensor([width - len(text) + text.start for text in texts], device=device)
-    return PaddedBatch(ids, torch.arange(width, device=device) >= begins[:, None], ids != eos_id)
+    ids = torch.tensor([[eos_id] * (width - len(text)) + text.ids for text in texts])
+    begins = torch.tensor([width - len(text) + text.start for text in texts])
+    content, scored = torch.arange(width) >= begins[:, None], ids != eos_id
+    parts = ids, content, scored, scored.flatten().nonzero()[:, 0]
+    return PaddedBatch(*(part.to(device, non_blocking=True) for part in parts))
 
 # %% ../nbs/22_released.ipynb #40ba0e5d
 def decode_padded(
@@ -88,8 +91,8 @@ class ReleasedPasses:
         sums = []
         for name, own in zip(directions, anchors.split(len(batch)), strict=True):
             padded = left_padded(getattr(batch, DIRECTIONS[name][1]), self.eos_id, decoder.device)
-            states = decode_padded(decoder, own, padded)
-            sums.append(vocabulary_loss(decoder, states[padded.scored], padded.ids[padded.scored]))
+            states, ids = decode_padded(decoder, own, padded).flatten(0, 1), padded.ids.flatten()
+            sums.append(vocabulary_loss(decoder, states[padded.places], ids[padded.places]))
         return torch.stack(sums)
 
 # %% ../nbs/22_released.ipynb #40e3b925
@@ -104,7 +107,7 @@ class ReleasedReconstruction(ReleasedPasses):
         names = list(DIRECTIONS)
         counts = [sum(map(len, bodies)) for bodies in self.bodies(part, names)]
         sums = self.decode(decoder, self.encode(decoder, part, names), part, names)
-        return sums / torch.tensor(counts, device=sums.device)
+        return sums / torch.tensor(counts).to(sums.device, non_blocking=True)
 
     def weighted(self, means: torch.Tensor) -> torch.Tensor:
         "The loss of two means."

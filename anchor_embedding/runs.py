@@ -68,6 +68,17 @@ def _is_there(file: IO) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     return False
 
+# %% ../nbs/43_runs.ipynb #a0f4c8b6
+def _json_line(name: str, values: dict) -> str:
+    "A line of a log. Raises `InputError` naming the figure that is not a finite number."
+    for key, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            shown = value if isinstance(value, float) else "not finite everywhere"
+            raise InputError(f"{name}: {key} is {shown}, and JSON has no such number: return it as None, or mend what computes it") from None
+    return json.dumps(values) + "\n"
+
 # %% ../nbs/43_runs.ipynb #5608c211
 _ASIDE = re.compile(r"\.(step-\d{6}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.(old\.)?\w+")
 
@@ -99,11 +110,12 @@ class RunFolder:
         return self.path / f"step-{step:06}"
 
     def append(self, name: str, **values) -> None:
-        "One JSON line."
+        "One JSON line; raises `InputError` for figures that JSON does not have."
         if self.main:
+            line = _json_line(name, values)
             try:
                 with open(self.path / name, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(values) + "\n")
+                    file.write(line)
             except OSError as error:
                 raise InputError(f"cannot write {self.path / name}: {error}; free space, then let it go on from its newest checkpoint") from error
 

@@ -111,7 +111,7 @@ def stretched(recipe: Recipe, steps: int) -> Recipe:
     "A recipe of another length; the learning rate goes the same course."
     warmup = round(recipe.warmup_steps * steps / recipe.steps)
     horizon = max(steps, round(recipe.schedule_steps * steps / recipe.steps)) if recipe.schedule_steps else 0
-    return recipe.replace(steps=steps, warmup_steps=warmup, schedule_steps=horizon)
+    return recipe.replace(steps=steps, warmup_steps=min(warmup, (horizon or steps) - 1), schedule_steps=horizon)
 
 
 def spend(

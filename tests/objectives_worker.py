@@ -1,6 +1,7 @@
-"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which writes them to a file."""
+"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which writes them to a file; the anchor gain too."""
 
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from anchor_embedding.decoder import CausalDecoder
 from anchor_embedding.packing import ATTENTION
 from anchor_embedding.pretexts import BagOfTokens, ContrastedReconstruction
 from anchor_embedding.processes import shard, whole_tensors
-from anchor_embedding.reconstruction import Reconstruction
+from anchor_embedding.reconstruction import Reconstruction, anchor_gain
+from anchor_embedding.refinement import Refinement
 from anchor_embedding.released import ReleasedReconstruction
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.text import TextTokenizer
+from anchor_embedding.text import TextTokenizer, TokenizedText
 
 OPTIONS = dict(mask_same_text=True, false_negative_margin=0.3, matryoshka=(8, 16), symmetric_loss=True, same_side_negatives=True)
 CASES = {  # tokens of a micro-batch are chosen so that some processes need several and others only one
@@ -32,6 +34,15 @@ CASES = {  # tokens of a micro-batch are chosen so that some processes need seve
     "mntp": MaskedPrediction(mask_id=9, mask_share=1.0, token_budget=150),  # all masked: nothing is left to chance
     "itself": Reconstruction(target="itself", target_tokens=9, first_tokens=3, first_weight=2.0, anchor_gradient=2.0, token_budget=150),
     "contrasted": ContrastedReconstruction(contrastive_weight=0.5, pooling="echo_mean", token_budget=150),
+    "refined": Refinement(refine_steps=2, temperature=0.05, token_budget=150),
+    "silent": Reconstruction(token_budget=40),  # the last micro-batch of every process has nothing to decode
+}
+HEADS = ("tied", "untied")
+GAINS = {  # objective, pairs of the global batch
+    "plain": (Reconstruction(token_budget=150), 8),
+    "one pair each": (Reconstruction(token_budget=150), 2),
+    "options": (Reconstruction(target_tokens=3, first_tokens=2, first_weight=3.0, predict_eos=True, token_budget=150), 8),
+    "released": (ReleasedReconstruction(eos_id=2, micro_batch_size=1), 8),  # one pair each: what is padded does not depend on the others
 }
 
 
@@ -45,28 +56,51 @@ def make_batch() -> TokenBatch:
     return tokenize_batch(pairs, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64), Instructions.none())
 
 
+def silenced(batch: TokenBatch) -> TokenBatch:
+    """The second half of the pairs says nothing."""
+    mute = lambda text: TokenizedText(text.ids[: text.start] + text.ids[text.stop :], text.start, text.start)
+    half = len(batch) // 2
+    sides = ([*texts[:half], *map(mute, texts[half:])] for texts in (batch.queries, batch.positives))
+    return TokenBatch(*sides, batch.negatives)
+
+
+def make_decoder(head: str) -> CausalDecoder:
+    decoder = CausalDecoder(tiny_model("llama", tied=head == "tied"))
+    decoder.model.set_attn_implementation(ATTENTION)
+    return decoder
+
+
 def gradients(
-    case: str, batch: TokenBatch, accelerator: Accelerator, sharded: bool = False
+    case: str, head: str, batch: TokenBatch, accelerator: Accelerator, sharded: bool = False
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after the first."""
-    decoder = CausalDecoder(tiny_model("llama", tied=case != "released"))
-    decoder.model.set_attn_implementation(ATTENTION)
+    decoder, objective = make_decoder(head), CASES[case]
     set_attention(decoder, "bidirectional" if case == "mntp" else "causal")
+    if head == "untied" and not objective.uses_head:
+        decoder.head.requires_grad_(False)
     model = shard(decoder, torch.float32) if sharded else accelerator.prepare_model(decoder)
     for _ in range(2):
         model.zero_grad()
-        terms = CASES[case].step(model, batch, accelerator)
+        terms = objective.step(model, silenced(batch) if case == "silent" else batch, accelerator)
     return terms, whole_tensors({name: p.grad for name, p in decoder.named_parameters() if p.grad is not None})
+
+
+def gain(case: str, accelerator: Accelerator) -> dict[str, float]:
+    """The anchor gain of a global batch of which every process holds a part."""
+    objective, pairs = GAINS[case]
+    places = range(accelerator.process_index, pairs, accelerator.num_processes)
+    return anchor_gain(objective, make_decoder("untied").eval(), make_batch().take(places), accelerator, places)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
+    accelerator, folder = Accelerator(cpu=True), Path(sys.argv[1])
     rank, world, batch = accelerator.process_index, accelerator.num_processes, make_batch()
-    for case, sharded in itertools.product(CASES, (False, True)):
-        terms, found = gradients(case, batch.take(range(rank, len(batch), world)), accelerator, sharded)
+    for case, head, sharded in itertools.product(CASES, HEADS, (False, True)):
+        terms, found = gradients(case, head, batch.take(range(rank, len(batch), world)), accelerator, sharded)
         tensors = found | {f"terms.{name}": torch.tensor(value) for name, value in terms.items()}
-        save_file(tensors, Path(sys.argv[1]) / f"{case}-{'fsdp' if sharded else 'ddp'}-{rank}.safetensors")
+        save_file(tensors, folder / f"{case}-{head}-{'fsdp' if sharded else 'ddp'}-{rank}.safetensors")
+    (folder / f"gains-{rank}.json").write_text(json.dumps({case: gain(case, accelerator) for case in GAINS}))
     accelerator.wait_for_everyone()
     accelerator.end_training()
     os._exit(0)  # all is on disk; torch's teardown of its threads may abort on a loaded machine

@@ -303,6 +303,32 @@ def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
     Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")
 
 
+def test_a_launcher_may_not_change_what_is_computed(base, pairs, tmp_path):
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=fp16",
+                "--dynamo_backend=no", "-m", "anchor_embedding", "train"]  # fmt: skip
+    arguments = [*launcher, "stage1", *settings(base, pairs), "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment_of_launchers(), timeout=300)
+    assert done.returncode and "ACCELERATE_MIXED_PRECISION=fp16" in done.stderr and "set dtype in the recipe" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["GRADIENT_ACCUMULATION_STEPS", "MIXED_PRECISION", "DYNAMO_BACKEND", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM"])
+def test_environment_that_would_change_what_is_computed_is_refused(capsys, monkeypatch, base, pairs, tmp_path, name):
+    value = {"GRADIENT_ACCUMULATION_STEPS": "4", "MIXED_PRECISION": "fp16", "DYNAMO_BACKEND": "INDUCTOR"}.get(name, "true")
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    told = failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run")
+    assert f"the environment has ACCELERATE_{name}={value}" in told and "unset it" in told
+
+
+def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):
+    for given, steps in (("stage2", 60), ("llama-3.2-1b/stage2", 60), ("llama-3.2-1b/stage2_as_released", 300)):
+        assert main(["recipes", given, "--set", "steps=200"]) == 0
+        assert f"\nwarmup_steps = {steps}\n" in capsys.readouterr().out
+    assert main(["train", "stage1", *settings(base, pairs, "steps=20"), "--dry-run"]) == 0
+    assert "steps = 20 in place of 2000, and the warm-up keeps its share: warmup_steps = 3 in place of 300" in capsys.readouterr().err
+    assert "would never fall" in failure(capsys, "train", "stage1", *settings(base, pairs, "steps=20", "warmup_steps=20"), "--dry-run")
+
+
 @pytest.mark.parametrize(("chosen", "quiet"), [(None, True), ("3", False)])
 def test_the_profiler_is_quiet_unless_it_is_asked_to_speak(chosen, quiet):
     code = """

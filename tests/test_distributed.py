@@ -117,6 +117,24 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
         assert [line["step"] for line in evals] == [0, 2, 4]
 
 
+@pytest.mark.parametrize("kind", ["paper", "released"])
+def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
+    """One process and two log the same, also where each of the two holds one pair, in JSON that every reader can read."""
+    released = {"as_released": True, "micro_batch_size": 1} if kind == "released" else {}
+    for pairs in (8, 2):
+        recipe = recipe_of(folder, "reconstruction", "tied", "full", "parts", batch_size=pairs, anchor_gain_every=2, learning_rate=1e-5, **released)
+        found = {}
+        for processes in (1, 2):
+            name = f"gain-{kind}-{pairs}-{processes}"
+            start(folder, processes, [(name, recipe, True, False)])
+            lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+            found[processes] = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+        for name in ("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"):
+            one, two = ([line.get(name) for line in found[processes]] for processes in (1, 2))
+            assert one[0] and one[2] and one[1] is one[3] is None
+            assert two == [value and pytest.approx(value, rel=1e-3, abs=1e-4) for value in one], name
+
+
 def test_processes_share_an_evaluation(folder):
     """1, 2 and 4 processes find the same figures, each having encoded a share of the texts."""
     recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)

@@ -1,0 +1,133 @@
+"""Where a step waits for the device: only where room 45 says so. Looked for on any machine in the calls that would wait, and on a
+GPU by the GPU itself."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from objectives_worker import CASES, make_batch, silenced
+from torch.overrides import TorchFunctionMode
+
+from anchor_embedding import contrastive, pretexts, reconstruction, released
+from anchor_embedding.bidirectional import set_attention
+from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.packing import ATTENTION
+from anchor_embedding.testing import tiny_model
+
+NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}  # the loss terms, once a step
+ROOMS = {"reconstruction.py", "released.py", "contrastive.py", "pretexts.py", "bidirectional.py", "refinement.py", "processes.py"}
+READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__int__, torch.Tensor.__bool__,
+         torch.Tensor.__float__, torch.Tensor.__index__}  # fmt: skip
+INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+
+
+def by_values(index):
+    """Whether an index is a mask, whose size only the device knows, or a list, which has to be copied."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) or (torch.is_tensor(part) and part.dtype == torch.bool) for part in parts)
+
+
+def waits(function, arguments, settings):
+    """Whether a call makes the host wait for the device, given tensors that are there."""
+    if function in READS:
+        return True
+    if function is torch.tensor:
+        return settings.get("device") is not None
+    if function is torch.Tensor.to:
+        to_device = any(isinstance(given, str | torch.device) for given in (*arguments[1:], *settings.values()))
+        return to_device and not settings.get("non_blocking")
+    if function in INDEXING:
+        return by_values(arguments[1])
+    if function in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
+        return any(map(torch.is_tensor, arguments[1:])) and settings.get("output_size") is None
+    return False
+
+
+class Watch(TorchFunctionMode):
+    """Notes the functions of this package whose calls would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if waits(function, args, kwargs or {}):
+            frame = sys._getframe(1)
+            while "torch" in Path(frame.f_code.co_filename).parts:
+                frame = frame.f_back
+            path = Path(frame.f_code.co_filename)
+            if path.parent.name == "anchor_embedding" and path.name in ROOMS:
+                self.found.add((path.name, frame.f_code.co_name))
+        return function(*args, **(kwargs or {}))
+
+
+def prepared(case, device="cpu"):
+    """A model and a batch for an objective, and the objective."""
+    decoder = CausalDecoder(tiny_model("llama", tied=False)).to(device).train()
+    decoder.model.set_attn_implementation(ATTENTION)
+    set_attention(decoder, "bidirectional" if case == "mntp" else "causal")
+    return decoder, silenced(make_batch()) if case == "silent" else make_batch(), CASES[case]
+
+
+def test_the_watch_sees_what_waits():
+    numbers, code = torch.arange(4), Path(contrastive.__file__).parent / "contrastive.py"
+    given = {"x": numbers, "torch": torch}
+    for text in ("x.tolist()", "int(x[0])", "x[x > 1]", "x[[0, 1]]", "x.repeat_interleave(x)", "x.to('cpu')", "torch.tensor([1], device='cpu')"):
+        with Watch() as watch:
+            eval(compile(text, code, "eval"), given)
+        assert watch.found, text
+    for text in ("x[x]", "x[1:]", "x.repeat_interleave(x, output_size=6)", "x.to('cpu', non_blocking=True)", "x.float()", "torch.tensor([1])"):
+        with Watch() as watch:
+            eval(compile(text, code, "eval"), given)
+        assert not watch.found, text
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_waits_only_for_its_loss(case):
+    decoder, batch, objective = prepared(case)
+    with Watch() as watch:
+        objective.step(decoder, batch, Accelerator(cpu=True))
+    assert watch.found <= NAMED and watch.found
+
+
+def unwatched(function):
+    """A function that may wait."""
+
+    def call(*arguments):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return function(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    return call
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_on_cuda_waits_only_for_its_loss(case):
+    """CUDA itself raises where the host waits; kernels are compiled and memory is taken in the step before."""
+    decoder, batch, objective = prepared(case, "cuda")
+    if objective.pooling == "echo_mean":  # room 15 waits where it writes a text twice
+        objective = replace(objective, pooling="eos")
+    decoder.bfloat16()
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests are at work on the CPU
+    accelerator = Accelerator()
+    objective.step(decoder, batch, accelerator)
+    named = [(reconstruction, "named_terms"), (released, "named_terms"), (contrastive, "as_numbers"), (pretexts, "as_numbers")]
+    patches = [mock.patch.object(room, name, unwatched(getattr(room, name))) for room, name in named]
+    for patch in patches:
+        patch.start()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        objective.step(decoder, batch, accelerator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for patch in patches:
+            patch.stop()
