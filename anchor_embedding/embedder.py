@@ -65,9 +65,11 @@ class Embedder:
         tokenizer: TextTokenizer,
         pooling: str = "eos",  # "eos", "last", "mean" or "weighted_mean", "echo_eos", "echo_mean"; with soft tokens "mean" or "last"
         soft_tokens: SoftTokens | None = None,  # how a text is continued before its states are pooled; None = not at all
+        instructions: str | dict | None = None,  # it was trained with: "none", "paper", "as_released", a table; None = not known
     ):
         _check_reading(decoder, tokenizer, pooling, soft_tokens)
         self.decoder, self.tokenizer, self.pooling, self.soft_tokens = decoder, tokenizer, pooling, soft_tokens
+        self.instructions = instructions
 
     @classmethod
     def from_pretrained(cls, name, dtype="auto", device=None, **settings) -> "Embedder":
@@ -232,8 +234,9 @@ def write_embedder(
 def write_settings(embedder: Embedder, folder: Path) -> None:
     "Write `anchor_embedding.json`: what a text becomes and how its states become a vector."
     soft = {"soft_tokens": asdict(embedder.soft_tokens)} if embedder.soft_tokens else {}
+    trained = {} if embedder.instructions is None else {"instructions": embedder.instructions}
     reading = {"pooling": embedder.pooling, "attention": embedder.decoder.attention, **soft}
-    settings = {**embedder.tokenizer.config(), **reading, "version": __version__}
+    settings = {**embedder.tokenizer.config(), **reading, **trained, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
 
 
@@ -248,6 +251,7 @@ def read_settings(
         before = {"prompt": PROMPT, "attention": "causal"}  # models saved before these were settings have none
         settings = before | json.loads(path.read_text())
         soft = {"soft_tokens": SoftTokens(**settings["soft_tokens"])} if "soft_tokens" in settings else {}
+        soft |= {"instructions": settings["instructions"]} if "instructions" in settings else {}  # that it was trained with
         return {key: settings[key] for key in ("template", "max_length", "eos_token", "prompt", "pooling", "attention")} | soft
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
@@ -273,16 +277,17 @@ def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
     dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto": as stored, products in bfloat16 where the hardware does it; "stored": as stored
     device: str | torch.device | None = None,  # None = the accelerator if there is one
-    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens: in place of the saved ones
+    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens, instructions: in place of the saved ones
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)
     path = resolve_base(str(name)).path
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
-    defaults = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos", "attention": "causal", "soft_tokens": None}
+    defaults = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos", "attention": "causal"}
+    defaults |= {"soft_tokens": None, "instructions": None}
     settings = defaults | read_settings(path) | settings
-    pooling, attention, soft_tokens = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens"))
+    pooling, attention, soft_tokens, trained = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens", "instructions"))
     tokenizer = TextTokenizer(read_tokenizer(path), **settings)
     path = own if ((own := own_files(path)) / "adapter_config.json").exists() else path
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
@@ -290,4 +295,4 @@ def load_embedder(
         load_pause_tokens(decoder, own, soft_tokens.steps)
     elif soft_tokens:
         check_head(decoder, "a mixture of the vocabulary, as this model's soft tokens are,")
-    return Embedder(decoder, tokenizer, pooling, soft_tokens)
+    return Embedder(decoder, tokenizer, pooling, soft_tokens, trained)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'USABLE', 'CPU_BUDGET', 'make_objective', 'TrainingData', 'BatchesAhead', 'load_examples',
-           'find_instructions', 'make_data', 'prepare_tokenizer', 'prepare_embedder', 'device_name', 'base_shape',
-           'least_free', 'fit_to_device', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
-           'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training', 'check_lora_targets',
-           'began_with', 'prepare', 'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool',
-           'write_card', 'finish', 'dry_run']
+           'instructions_record', 'find_instructions', 'make_data', 'prepare_tokenizer', 'prepare_embedder',
+           'device_name', 'base_shape', 'least_free', 'fit_to_device', 'learning_rate', 'seed_step', 'make_optimizer',
+           'clip_gradients', 'check_finite', 'count_parameters', 'make_accelerator', 'wrap', 'Training',
+           'check_lora_targets', 'began_with', 'prepare', 'update_weights', 'SharedEmbedder', 'check_same_texts',
+           'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -200,6 +200,14 @@ def load_examples(
     return store, {"data": recipe.data, "bad_rows": store.bad_rows}
 
 
+def instructions_record(name: str) -> str | dict:
+    "What is saved with a model of the instructions that a recipe names: a shipped name, or the whole table of a file."
+    found = find_instructions(name)
+    if name in ("none", "paper", "as_released"):
+        return name
+    return {"table": {dataset: list(choices) for dataset, choices in found.table.items()}, "symmetric": sorted(found.symmetric)}
+
+
 def find_instructions(name: str) -> Instructions:
     "The instructions that a recipe names; raises `InputError`."
     shipped = {"none": Instructions.none, "paper": Instructions.paper, "as_released": Instructions.as_released}
@@ -284,7 +292,7 @@ def prepare_embedder(
     kernel = attention_kernel(device.type, dtype)
     chosen = {"liger_modules": decoder.liger, **{key: getattr(recipe, key) for key in AUTOMATIC}}
     card = chosen | {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens), card
+    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, instructions_record(recipe.instructions)), card
 
 # %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -510,7 +518,7 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens)
+        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens, embedder.instructions)
         self.accelerator = accelerator
 
     def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
