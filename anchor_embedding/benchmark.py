@@ -43,7 +43,7 @@ from .files import write_text
 from .progress import progress_bar
 from .runs import RunFolder, read_log, source_commit
 from .smollm2 import resolve_base
-from .tasks import _resource, check_prompts, open_tasks, prompt_wording, task_instruction, task_size
+from .tasks import Asking, _resource, asking_line, check_prompts, find_asking, open_tasks, task_size
 from .text import TextTokenizer
 
 # %% ../nbs/57_benchmark.ipynb #c8ad6668
@@ -141,10 +141,18 @@ MAX_LENGTH = 512  # tokens of a text in evaluation, with instruction and EOS
 CHUNK_TEXTS = 8192  # texts between two looks at the progress bar, and between two writes to the store
 
 
-def _as_asked(embedder: Embedder, prompts: str, max_length: int | None) -> Embedder:
-    "The same model, its texts in the wording that `prompts` asks for and cut to another length."
+def _asking_of(source: str | Embedder, prompts: str | Asking = "auto") -> Asking:
+    "How a model, loaded or not, is asked. Raises `InputError`."
+    if isinstance(prompts, Asking):
+        return prompts
+    trained = source.instructions if isinstance(source, Embedder) else read_settings(source).get("instructions")
+    return find_asking(prompts, trained)
+
+
+def _as_asked(embedder: Embedder, asking: Asking, max_length: int | None) -> Embedder:
+    "The same model, its texts in the wording in which it is asked and cut to another length."
     own = embedder.tokenizer
-    wording, length = prompt_wording(prompts, own.prompt), max_length or own.max_length
+    wording, length = asking.wording(own.prompt), max_length or own.max_length
     if (wording, length) == (own.prompt, own.max_length):
         return embedder
     other = copy.copy(embedder)
@@ -170,21 +178,22 @@ class MtebEncoder:
         self,
         embedder: Embedder,
         meta=None,  # mteb's ModelMeta; None = `model_meta(embedder)`
-        prompts: str = "paper",  # see `tasks.PROMPTS`
+        prompts: str | Asking = "auto",  # see `tasks.PROMPTS`
         store: VectorStore | None = None,
         devices: Sequence[torch.device | str] | None = None,  # None = all of the model's kind
         batch_tokens: int = 8192,  # tokens in a packed batch
         max_length: int | None = None,  # tokens of a text; None = the model's own
         seen: Callable[[int], None] = lambda characters: None,  # told how much was encoded
     ):
-        self.replicas = replicate(_as_asked(embedder, prompts, max_length), devices)
-        self.mteb_model_meta = meta or model_meta(embedder, prompts=prompts)
-        self.prompts, self.store, self.batch_tokens, self.seen = prompts, store, batch_tokens, seen
+        self.asking = _asking_of(embedder, prompts)
+        self.replicas = replicate(_as_asked(embedder, self.asking, max_length), devices)
+        self.mteb_model_meta = meta or model_meta(embedder, prompts=self.asking)
+        self.store, self.batch_tokens, self.seen = store, batch_tokens, seen
 
     def encode(self, inputs, *, task_metadata, hf_split, hf_subset, prompt_type=None, **_) -> np.ndarray:
         "(n, d) float32 of the texts of one side of a task."
         texts = [text for batch in inputs for text in batch["text"]]
-        told = task_instruction(task_metadata, getattr(prompt_type, "value", prompt_type), self.prompts)
+        told = self.asking.instruction(task_metadata, getattr(prompt_type, "value", prompt_type))
         return encode_once(self, texts, told, task_metadata.name)
 
     def similarity(self, one, other):
@@ -217,7 +226,7 @@ def _looked_up(encoder: MtebEncoder, texts: list[str], told: str | None, task: s
     "(n, d) vectors of different texts, from the store where they are there."
     store, known = encoder.store, {}
     if store is not None:
-        keys = [hashlib.blake2b(json.dumps([encoder.prompts, told, text]).encode(), digest_size=16).digest() for text in texts]
+        keys = [hashlib.blake2b(json.dumps([encoder.asking.prompts, told, text]).encode(), digest_size=16).digest() for text in texts]
         known = {row: key for row, key in enumerate(keys) if key in store.places}
     new = [row for row in range(len(texts)) if row not in known]
     vectors = np.empty((len(texts), encoder.replicas[0].dimension), np.float32)
@@ -297,6 +306,7 @@ def _tensor_revision(embedder: Embedder) -> str:
     "A hash of a model in memory and of how it reads texts."
     more = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
     more += [embedder.decoder.attention] if embedder.decoder.attention != "causal" else []
+    more += [embedder.instructions] if isinstance(embedder.instructions, dict) else []  # which it is asked with
     digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *more]).encode(), digest_size=8)
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
@@ -327,13 +337,14 @@ def model_meta(
     revision: str | None = None,  # None = `model_revision` of the tensors
     training: set[str] | None = None,  # see `trained_on`
     base: str | None = None,  # the model it was made from, where it has a name on the hub
-    prompts: str = "paper",
+    prompts: str | Asking = "auto",  # see `tasks.PROMPTS`
     max_length: int | None = None,  # tokens of a text; None = the model's own
 ):  # → mteb's ModelMeta
     "What mteb keeps of a model; its results lie under the name `anchor_embedding/NAME` and the revision."
     from mteb.models import ModelMeta
 
-    unusual = {} if prompts == "paper" else {"prompts": prompts}
+    asking = _asking_of(embedder, prompts)
+    unusual = {} if asking == _asking_of(embedder) else {"prompts": asking.prompts}
     unusual |= {"max_length": max_length} if max_length not in (None, MAX_LENGTH) else {}
     parameters = {id(p): p for p in embedder.decoder.parameters()}.values()
     bytes_ = sum(p.numel() * p.element_size() for p in parameters)
@@ -342,7 +353,7 @@ def model_meta(
         n_parameters=sum(p.numel() for p in parameters), n_embedding_parameters=embedder.decoder.causal_lm.get_input_embeddings().weight.numel(),
         memory_usage_mb=round(bytes_ / 2**20), max_tokens=max_length or embedder.tokenizer.max_length, embed_dim=embedder.dimension, license=None,
         open_weights=None, public_training_code=None, public_training_data=None, framework=["PyTorch", "Transformers"],
-        similarity_fn_name="cosine", use_instructions=prompts != "none", training_datasets=training, adapted_from=base,
+        similarity_fn_name="cosine", use_instructions=asking.prompts != "none", training_datasets=training, adapted_from=base,
         experiment_kwargs=unusual or None,
     )  # fmt: skip
 
@@ -492,10 +503,20 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _done_key(task, about: dict) -> str:
+def _told(task, asking: Asking | None) -> dict[str, str | None]:  # side → instruction; empty for a model with ways of its own
+    "What the sides of a task are told."
+    if asking is None:
+        return {}
+    searches = any(word in task.metadata.type for word in ("Retrieval", "Reranking"))
+    sides = ("query", "document") if searches else (None,)
+    return {side or "both": asking.instruction(task.metadata, side) for side in sides}
+
+
+def _done_key(task, about: dict, asking: Asking | None) -> str:
     "What an entry of scores.json must have been made from to count as done."
-    parts = [about.get(key) for key in _IDENTITY] + [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets), version("mteb")]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    made_from = [about.get(key) for key in _IDENTITY] + [_told(task, asking)]
+    data = [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets)]
+    return hashlib.sha256(json.dumps([made_from, data, version("mteb")]).encode()).hexdigest()[:16]
 
 # %% ../nbs/57_benchmark.ipynb #460d2c93
 QUERIES = "queries.json"
@@ -594,17 +615,18 @@ def _without_folders(recipe: dict) -> dict:
     return recipe | {key: Path(recipe[key]).name for key in ("base", "data") if Path(recipe[key]).is_absolute()}
 
 
-def _describe(loaded, source: str | Embedder, name: str, about: dict):
+def _describe(loaded, source: str | Embedder, name: str, about: dict, asking: Asking | None):
     "What mteb is told of a loaded model, and what `about` says of it beyond its identity."
     cards = [] if isinstance(source, Embedder) else _cards(Path(source))
     training = trained_on(source) if cards else None
     if isinstance(loaded, Embedder):
         base = cards[-1]["recipe"]["base"] if cards else None
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
-        meta = model_meta(loaded, name, about["revision"], training, base, about["prompts"], about["max_length"])
+        meta = model_meta(loaded, name, about["revision"], training, base, asking, about["max_length"])
         soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
-        told = _as_asked(loaded, about["prompts"], about["max_length"]).tokenizer.config()
+        told = _as_asked(loaded, asking, about["max_length"]).tokenizer.config()
         device, more = loaded.decoder.device, {"template": told, "pooling": loaded.pooling, **soft}
+        more |= {"trained_with": asking.trained_with, "as_trained": asking.as_trained}
     else:
         meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
         device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
@@ -638,18 +660,18 @@ def _remove_leftovers(folder: Path, about: dict) -> None:
             shutil.rmtree(path)
 
 
-def _check_length(source: str | Embedder, prompts: str, max_length: int | None) -> None:
+def _check_length(source: str | Embedder, asking: Asking | None, max_length: int | None) -> None:
     "Raises `InputError` for a length that leaves no room for a text of this model."
     if max_length is not None and max_length < 1:
         raise InputError(f"max_length is {max_length}; give the tokens of a text, at least 1, or 0 for the model's own length")
     if isinstance(source, Embedder):
-        _as_asked(source, prompts, max_length)
-    elif max_length not in (None, MAX_LENGTH) and not is_sentence_transformer(source):
+        _as_asked(source, asking, max_length)
+    elif max_length not in (None, MAX_LENGTH) and asking:
         own = read_settings(source)
-        TextTokenizer(read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token"), prompt_wording(prompts))
+        TextTokenizer(read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token"))
 
 # %% ../nbs/57_benchmark.ipynb #8721d5fc
-def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, options: dict, progress, say) -> None:
+def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, asking, options: dict, progress, say) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
     aside = _vectors_folder(file.path.parent, about)
@@ -657,11 +679,12 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
         track, encoder, store = _Track(bar), loaded, None
         if isinstance(loaded, Embedder):
             store = VectorStore(aside, loaded.dimension)
-            encoder = MtebEncoder(loaded, meta, about["prompts"], store, max_length=about["max_length"], seen=track.seen, **options)
+            encoder = MtebEncoder(loaded, meta, asking, store, max_length=about["max_length"], seen=track.seen, **options)
         for name, task in waiting.items():
             track.begin(name, shares[name])
             try:
-                entry = run_task(encoder, task, file.path.parent.parent) | {"key": _done_key(task, about)}
+                entry = run_task(encoder, task, file.path.parent.parent) | {"key": _done_key(task, about, asking)}
+                entry |= {"told": told} if (told := _told(task, asking)) else {}
                 file.keep(name, entry)
                 say(f"{name}: {entry['metric']} {entry['main_score']:.4f} ({entry['seconds']:.0f} s)")
             except Exception as error:  # mteb and its data can raise anything, and the other tasks shall go on
@@ -673,23 +696,24 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, opt
         shutil.rmtree(aside)
 
 # %% ../nbs/57_benchmark.ipynb #55037ea5
-def _identity(source: str | Embedder, prompts: str, max_length: int | None, dtype: str, device) -> dict:
+def _identity(source: str | Embedder, asking: Asking | None, max_length: int | None, dtype: str, device) -> dict:
     "What scores depend on, as far as it is applied to this model: a foreign sentence-transformers model has its own ways."
     compute = choose_dtype(dtype, choose_device() if device is None else device)[0]
-    about = {"revision": model_revision(source), "prompts": check_prompts(prompts), "max_length": max_length}
+    about = {"revision": model_revision(source)}
+    if asking is None:
+        return about
     if isinstance(source, Embedder):
         compute = source.decoder.head.weight.dtype
-    elif is_sentence_transformer(source):
-        return {"revision": about["revision"]}
+    about |= {"prompts": asking.prompts, "max_length": max_length}
     return about | {"dtype": str(compute).removeprefix("torch.")}
 
 
-def _folder_name(name: str, about: dict, dtype: str) -> str:
-    "A model's name, and behind it prompts, length and dtype where they are not the usual ones."
+def _folder_name(name: str, about: dict, usual: bool, dtype: str) -> str:
+    "A model's name, and after it prompts, length and dtype where they are not the usual ones; `usual` is said of the prompts."
     if "prompts" not in about:
         return name
     length = "own-length" if about["max_length"] is None else str(about["max_length"])
-    parts = [(about["prompts"], "paper"), (length, str(MAX_LENGTH)), (dtype, "auto")]
+    parts = [(about["prompts"], about["prompts"] if usual else ""), (length, str(MAX_LENGTH)), (dtype, "auto")]
     return "-".join([name, *(part for part, usual in parts if part != usual)])
 
 
@@ -720,16 +744,29 @@ def _claimed(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _not_done(opened: dict, file: ScoresFile, about: dict, say) -> dict:
+def _not_done(opened: dict, file: ScoresFile, about: dict, asking: Asking | None, say) -> dict:
     "The tasks that are to be run; what cannot be opened is written down as an error."
     waiting = {}
     for name, task in opened.items():
         if isinstance(task, InputError):
             file.fail(name, str(task))
             say(f"{name}: {task}")
-        elif not file.has(name, _done_key(task, about)):
+        elif not file.has(name, _done_key(task, about, asking)):
             waiting[name] = task
     return waiting
+
+# %% ../nbs/57_benchmark.ipynb #83c409a6
+def _asking_or_none(source: str | Embedder, prompts: str) -> Asking | None:
+    "How a model is asked; None for a sentence-transformers model that was not made here. Raises `InputError`."
+    check_prompts(prompts)
+    foreign = not isinstance(source, Embedder) and is_sentence_transformer(source)
+    return None if foreign else _asking_of(source, prompts)
+
+
+def _say_asking(asking: Asking | None, heading: str | None, say) -> None:
+    "The line over a model's scores."
+    if heading or (heading is not None and asking and asking.as_trained is False):
+        say(heading + (asking_line(asking) if asking else "asked in its own way"))
 
 # %% ../nbs/57_benchmark.ipynb #c5e90289
 def evaluate(
@@ -737,13 +774,14 @@ def evaluate(
     tasks: str | Sequence[str] | None = "subset15",  # see `tasks.open_tasks`
     out: str | os.PathLike = "evaluations",  # `NAME/scores.json`, and `results/` as mteb submits them
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub
-    prompts: str = "paper",  # see `tasks.PROMPTS`; of our models
+    prompts: str = "auto",  # see `tasks.PROMPTS`; of our models
     name: str | None = None,  # None = `model_name`
     max_length: int | None = MAX_LENGTH,  # tokens of a text; None or 0 = the model's own; of our models
     dtype: str = "auto",
     device: str | torch.device | None = None,
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
+    heading: str | None = "",  # of a line that says how the model is asked; "" = said only where it is unlike its training, None = never
     **options,  # of `MtebEncoder`: devices, batch_tokens
 ) -> dict:  # scores.json, of these tasks
     "Scores of a model on tasks of MTEB. Raises `InputError` for a model or a task that nobody knows; a failed task is under `errors`."
@@ -751,23 +789,25 @@ def evaluate(
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else resolve_base(str(model)).path
     max_length = None if max_length == 0 else max_length
-    about = _identity(source, prompts, max_length, dtype, device)
-    _check_length(source, prompts, max_length)
-    dtype_asked = "auto" if isinstance(source, Embedder) else dtype
-    folder = Path(out) / _folder_name(name or model_name(model), about, dtype_asked)
+    asking = _asking_or_none(source, prompts)
+    _say_asking(asking, heading, say)
+    about = _identity(source, asking, max_length, dtype, device)
+    _check_length(source, asking, max_length)
+    usual = asking is None or asking == _asking_of(source)
+    folder = Path(out) / _folder_name(name or model_name(model), about, usual, "auto" if isinstance(source, Embedder) else dtype)
     with _claimed(folder):
         folder = _own_folder(folder, about, say)
         file, name = ScoresFile(folder / "scores.json", folder.name, about, say), folder.name
         _remove_leftovers(folder, about)
-        waiting = _not_done(opened, file, about, say)
+        waiting = _not_done(opened, file, about, asking, say)
         if waiting:
             loaded = load_model(source, dtype, device)
             if "prompts" not in about:
                 say(f"{name}: prompts, length and dtype are the model's own (a sentence-transformers model that was not made here)")
-            meta, more = _describe(loaded, source, name, about)
+            meta, more = _describe(loaded, source, name, about, asking)
             more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
             file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
-            _run_waiting(loaded, meta, waiting, file, about, options, progress, say)
+            _run_waiting(loaded, meta, waiting, file, about, asking, options, progress, say)
         return file.of(list(opened))
 
 # %% ../nbs/57_benchmark.ipynb #e00066c1
@@ -788,9 +828,8 @@ def evaluate_models(
     "Scores of several models. Raises `InputError` for a task that nobody knows; what cannot be loaded is under `errors`, as \"model\"."
     found = []
     for model, name in zip(models, _model_names(models), strict=True):
-        say(f"== {name}")
         try:
-            found.append(evaluate(model, *args, name=name, say=say, **options))
+            found.append(evaluate(model, *args, name=name, say=say, heading=f"== {name}: ", **options))
         except InputError as error:
             say(f"{name}: {error}")
             found.append({"model": name, "about": {}, "tasks": {}, "errors": {"model": str(error)}})
@@ -837,7 +876,7 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     return wanted
 
 
-_USUAL = {"prompts": "paper", "max_length": MAX_LENGTH, "dtype": "auto"}  # what a line of evals.jsonl need not say
+_USUAL = {"prompts": "auto", "max_length": MAX_LENGTH, "dtype": "auto"}  # what a line of evals.jsonl need not say
 
 
 def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
@@ -862,10 +901,13 @@ def sweep(
     "Scores along a run. Raises `InputError`."
     run, found = Path(run), []
     asked = {key: options.get(key, usual) for key, usual in _USUAL.items()}
-    unusual = {key: asked[key] or "own" for key, usual in _USUAL.items() if asked[key] != usual}
     for step, folder in _checkpoints(run, every).items():
-        say(f"== step {step}")
-        found.append(evaluate(folder, tasks, out or run / "evaluations", data_dir, name=folder.name, say=say, **options))
+        asking, usual = (_asking_of(str(folder), prompts) for prompts in (asked["prompts"], "auto"))
+        say(f"== step {step}" + (f": {asking_line(asking)}" if asking.as_trained is False else ""))
+        quiet = {"name": folder.name, "say": say, "heading": None}
+        found.append(evaluate(folder, tasks, out or run / "evaluations", data_dir, **quiet, **options))
+        usually = _USUAL | ({"prompts": asked["prompts"]} if asking == usual else {})
+        unusual = {key: asked[key] or "own" for key, usual in usually.items() if asked[key] != usual}
         _add_lines(run, step, found[-1]["tasks"], unusual)
     return found
 
@@ -881,7 +923,7 @@ class TaskEvaluator:
         self,
         tasks: str | Sequence[str] | None,  # see `tasks.open_tasks`
         data_dir: str | os.PathLike | None = None,
-        prompts: str = "paper",
+        prompts: str = "auto",  # see `tasks.PROMPTS`
         batch_tokens: int = 8192,
         max_length: int | None = MAX_LENGTH,
     ):
@@ -893,7 +935,9 @@ class TaskEvaluator:
 
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
-        meta = model_meta(embedder, revision="in training", prompts=self.prompts)
-        encoder = MtebEncoder(embedder, meta, self.prompts, devices=[embedder.decoder.device], **self.options)
+        asking = _asking_of(embedder, self.prompts)
+        unusual = {} if asking == _asking_of(embedder) else {"prompts": asking.prompts}
+        meta = model_meta(embedder, revision="in training", prompts=asking)
+        encoder = MtebEncoder(embedder, meta, asking, devices=[embedder.decoder.device], **self.options)
         entries = {name: run_task(encoder, task) for name, task in self.tasks.items()}
-        return [{"task": name, "metric": entry["metric"], "score": entry["main_score"]} for name, entry in entries.items()]
+        return [{"task": name, "metric": entry["metric"], "score": entry["main_score"], **unusual} for name, entry in entries.items()]

@@ -366,7 +366,8 @@ def _scoring_commands(commands) -> None:
         words.add_argument("--tasks", help="a set (subset15, NanoBEIR, a benchmark) or names, with commas (default: all of DIR, else subset15)")
         words.add_argument("--data-dir", type=Path, metavar="DIR", help="tasks as plain files; without it they come from the hub")
         words.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text (default: 512; 0: the model's own)")
-        words.add_argument("--prompts", choices=("paper", "mteb", "as_released", "none"), default="paper")
+        asked = "whose instructions (default: auto, those of its training)"
+        words.add_argument("--prompts", choices=("auto", "paper", "mteb", "as_released", "none"), default="auto", help=asked)
         words.add_argument("--dtype", **_DTYPE)
     scored.add_argument("--out", type=Path, default=Path("evaluations"), metavar="DIR", help="for scores (default: evaluations)")
     words = _command(commands, compare)

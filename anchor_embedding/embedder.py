@@ -70,12 +70,14 @@ class Embedder:
         pooling: str = "eos",  # "eos", "last", "mean" or "weighted_mean", "echo_eos", "echo_mean"; with soft tokens "mean" or "last"
         soft_tokens: SoftTokens | None = None,  # how a text is continued before its states are pooled; None = not at all
         decode_opening: str = "encode",  # how a sequence opens that is decoded from a vector; see `opening_ids`
+        instructions: str | dict | None = None,  # it was trained with: "none", "paper", "as_released", a table; None = not known
     ):
         _check_reading(decoder, tokenizer, pooling, soft_tokens)
         if decode_opening not in OPENINGS:
             raise InputError(f"decode_opening is {decode_opening!r}; give one of {', '.join(OPENINGS)}")
         self.decoder, self.tokenizer, self.pooling, self.soft_tokens = decoder, tokenizer, pooling, soft_tokens
         self.decode_opening = decode_opening
+        self.instructions = instructions
 
     @classmethod
     def from_pretrained(cls, name, dtype="auto", device=None, **settings) -> "Embedder":
@@ -257,11 +259,12 @@ def write_embedder(
 def write_settings(embedder: Embedder, folder: Path) -> None:
     "Write `anchor_embedding.json`: what a text becomes, how its states become a vector, and how a vector is decoded."
     soft = {"soft_tokens": asdict(embedder.soft_tokens)} if embedder.soft_tokens else {}
+    trained = {} if embedder.instructions is None else {"instructions": embedder.instructions}
     reading = {"pooling": embedder.pooling, "attention": embedder.decoder.attention, "decode_opening": embedder.decode_opening, **soft}
-    settings = {**embedder.tokenizer.config(), **reading, "version": __version__}
+    settings = {**embedder.tokenizer.config(), **reading, **trained, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
 
-
+# %% ../nbs/35_embedder.ipynb #18219da6
 _TEXT = ("template", "max_length", "eos_token", "prompt")
 
 
@@ -276,6 +279,7 @@ def read_settings(
         before = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}  # models saved before these were settings have none
         settings = before | json.loads(path.read_text())
         soft = {"soft_tokens": SoftTokens(**settings["soft_tokens"])} if "soft_tokens" in settings else {}
+        soft |= {"instructions": settings["instructions"]} if "instructions" in settings else {}  # that it was trained with
         return {key: settings[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")} | soft
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
@@ -301,7 +305,7 @@ def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
     dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto": as stored, products in bfloat16 where the hardware does it; "stored": as stored
     device: str | torch.device | None = None,  # None = the accelerator if there is one
-    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens, decode_opening: in place of the saved ones
+    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens, decode_opening, instructions: in place of the saved ones
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)
@@ -309,8 +313,10 @@ def load_embedder(
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
     defaults = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos", "attention": "causal"}
-    settings = defaults | {"soft_tokens": None, "decode_opening": "encode"} | read_settings(path) | settings
-    pooling, attention, soft_tokens, opening = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens", "decode_opening"))
+    defaults |= {"soft_tokens": None, "decode_opening": "encode", "instructions": None}
+    settings = defaults | read_settings(path) | settings
+    pooling, attention, soft_tokens = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens"))
+    opening, trained = settings.pop("decode_opening"), settings.pop("instructions")
     tokenizer = TextTokenizer(read_tokenizer(path), **settings)
     path = own if ((own := own_files(path)) / "adapter_config.json").exists() else path
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
@@ -318,4 +324,4 @@ def load_embedder(
         load_pause_tokens(decoder, own, soft_tokens.steps)
     elif soft_tokens:
         check_head(decoder, "a mixture of the vocabulary, as this model's soft tokens are,")
-    return Embedder(decoder, tokenizer, pooling, soft_tokens, opening)
+    return Embedder(decoder, tokenizer, pooling, soft_tokens, opening, trained)

@@ -344,6 +344,8 @@ def model_card(
     dtype = str(embedder.decoder.head.weight.dtype).removeprefix("torch.")
     rows += [("before a text", around[0]), ("behind a text", around[1]), ("dtype", dtype)]
     rows += [("decode opening", embedder.decode_opening)]
+    trained = embedder.instructions
+    rows += [("trained with instructions", "a table of its own" if isinstance(trained, Mapping) else trained)] if trained else []
     rows += [("weights", "an adapter; the base is loaded with it" if adapter else "whole")]
     dimensions = sorted({n for card in cards for n in card["recipe"].get("matryoshka", ())})
     rows += [("shorter vectors", f"trained at {_shown(dimensions)} dimensions: SentenceTransformer(…, truncate_dim=…)")] if dimensions else []
@@ -361,9 +363,9 @@ def model_card(
     return "\n".join(parts)
 
 # %% ../nbs/36_export.ipynb #10d371e3
-def _settled(instructions: Mapping[str, str] | None, cards: list[dict]) -> dict[str, str]:
+def _settled(instructions: Mapping[str, str] | None, embedder: Embedder) -> dict[str, str]:
     "Instructions by prompt name, with one for queries."
-    told = "" if cards and cards[-1]["recipe"].get("instructions") == "none" else QUERY_INSTRUCTION
+    told = "" if embedder.instructions == "none" else QUERY_INSTRUCTION
     return {"query": told, **(instructions or {})}
 
 
@@ -425,7 +427,7 @@ def export_embedder(
         raise InputError("other programs would read this model causally, but it was trained to read in both directions: load it with `Embedder`")
     cards = find_cards(source) if source else []
     known = find_base(_origin(embedder, source, cards)) | {k: v for k, v in {"name": base, "license": license}.items() if v}
-    instructions = _settled(instructions, cards)
+    instructions = _settled(instructions, embedder)
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     files["README.md"] = model_card(
         embedder, push or folder.name, files["config_sentence_transformers.json"]["prompts"], instructions["query"],

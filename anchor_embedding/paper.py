@@ -309,12 +309,24 @@ def _points(runs: list[dict]) -> pd.DataFrame:
     return pd.DataFrame({i: {t: 100 * e["main_score"] for t, e in run["tasks"].items()} for i, run in enumerate(runs)}, dtype=float)
 
 
+def _asked_unlike_training(run: dict) -> str | None:
+    "A sentence on scores of a model that was asked otherwise than it was trained; None for others."
+    about = run.get("about", {})
+    recipe = (about.get("recipe") or {}).get("instructions")
+    trained = about.get("trained_with") or (recipe if recipe in ("none", "paper", "as_released") else None)
+    if not trained or about.get("prompts") in (None, trained):
+        return None
+    asked = f"Asked with prompts {about['prompts']} though trained with instructions {trained}"
+    return f"{asked}, so with texts it never saw: {_label(run)}"
+
+
 def _remarks(groups) -> tuple[str, ...]:
-    "What the scores say about themselves: tasks that failed, tasks that were read from files."
+    "What the scores say about themselves: tasks that failed, tasks that were read from files, instructions the model did not know."
     runs = [run for runs in groups.values() for run in runs]
     local = sorted({task for run in runs for task, entry in run["tasks"].items() if entry.get("data") == "local"})
     failed = {f"Failed here, {task}: {reason}": None for run in runs for task, reason in run.get("errors", {}).items()}
-    return (*failed, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
+    unlike = {remark: None for run in runs if (remark := _asked_unlike_training(run))}
+    return (*failed, *unlike, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
 
 # %% ../nbs/62_paper.ipynb #25dae86d
 def _queries_of_both(one: dict, other: dict) -> list[str]:

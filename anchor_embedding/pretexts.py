@@ -33,7 +33,7 @@ def bag_loss(
     rows = max(1, decoding.CHUNK_LOGITS // len(weight))
 
     def of_rows(vectors, weight, sizes, tokens):
-        logits = F.linear(vectors, weight, bias).float()
+        logits = decoder.logit_form(F.linear(vectors, weight, bias)).float()
         row = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(tokens))
         given = torch.zeros(len(sizes), device=sizes.device).index_add(0, row, logits[row, tokens])
         return sizes * logits.logsumexp(-1) - given

@@ -119,13 +119,13 @@ def vocabulary_mix(
     rows: int = 0,  # of the vocabulary that take part, the first ones; 0 = all
 ) -> torch.Tensor:  # (n, d) input embeddings, float32
     "The mean input embedding under the model's prediction of the next token."
-    head, table = decoder.head, decoder.causal_lm.get_input_embeddings()
-    if head.bias is not None:
-        raise InputError("soft tokens need a vocabulary head without bias")
+    head, table, form = decoder.head, decoder.causal_lm.get_input_embeddings(), decoder.logit_form
+    if head.bias is not None or form.cap is not None:
+        raise InputError("soft tokens need a vocabulary head without bias and without a cap on its logits")
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
-        mix = _VocabularyMix.apply(states, *_first_rows(head.weight, table.weight, rows), temperature, dtype)
+        mix = _VocabularyMix.apply(states, *_first_rows(head.weight, table.weight, rows), temperature / form.scale, dtype)
     return mix * getattr(table, "embed_scale", 1.0)  # Gemma's embeddings scale what they look up
 
 # %% ../nbs/28_refinement.ipynb #4b39ce65

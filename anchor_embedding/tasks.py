@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROMPTS', 'READERS', 'subset15', 'split_names', 'find_tasks', 'check_prompts', 'prompt_wording', 'paper_instruction',
-           'gets_instruction', 'task_instruction', 'data_fingerprint', 'open_tasks', 'local_tasks', 'task_size']
+           'gets_instruction', 'Asking', 'find_asking', 'task_instruction', 'asking_line', 'data_fingerprint',
+           'open_tasks', 'local_tasks', 'task_size']
 
 # %% ../nbs/56_tasks.ipynb #cfbee408
 import csv
@@ -15,7 +16,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -92,7 +94,7 @@ def find_tasks(
     return list(found.values())
 
 # %% ../nbs/56_tasks.ipynb #4d8ff057
-PROMPTS = ("paper", "mteb", "as_released", "none")
+PROMPTS = ("paper", "mteb", "as_released", "none", "auto")
 
 
 def check_prompts(prompts: str) -> str:
@@ -131,6 +133,16 @@ def paper_instruction(
     "The instruction of Table 13 for a task or a variant of it; None where the table has none."
     return _paper_instructions().get(_key(name))
 
+# %% ../nbs/56_tasks.ipynb #a89f30dc
+def _real_task(name: str):
+    "mteb's own task of this name; None when it has none."
+    import mteb
+
+    try:
+        return _english().get(name) or mteb.get_task(name)
+    except KeyError:
+        return None
+
 # %% ../nbs/56_tasks.ipynb #4ab2a0cd
 _DUPLICATES = ("quora", "askubuntudupquestions", "stackoverflowdupquestions")
 
@@ -143,14 +155,63 @@ def gets_instruction(
     return side != "document" or _key(metadata.name) in _DUPLICATES
 
 
-def _mteb_instruction(metadata, side: str | None) -> str:
-    "The task's own prompt, else that of its type."
+def _mteb_instruction(metadata, side: str | None, generic: bool) -> str:
+    "The task's own prompt; else that of its type, for a task of mteb, or where it is asked for."
     from mteb.abstasks.abstask import get_abstask_prompt
 
     prompt = metadata.prompt
     if isinstance(prompt, dict):
         prompt = prompt.get(side or "query") or prompt.get("query")
-    return prompt or get_abstask_prompt(metadata.name)
+    if prompt or not (generic or _real_task(metadata.name)):
+        return prompt or ""
+    return get_abstask_prompt(metadata.name)
+
+# %% ../nbs/56_tasks.ipynb #9e922886
+@dataclass(frozen=True)
+class Asking:
+    "How the texts of tasks are given to a model."
+
+    prompts: str  # "paper", "mteb", "as_released", "none", or "file": the table that it was trained with
+    trained_with: str | None = None  # the same words; None = nobody knows
+    table: dict[str, str] | None = None  # of "file": task, in lower case → its instruction
+    symmetric: frozenset[str] = frozenset()  # of "file": tasks whose documents get it too
+    generic: bool = False  # a task of one's own without an instruction gets mteb's for its type
+
+    @property
+    def as_trained(self) -> bool | None:
+        "Whether the model was trained so; None where nobody knows."
+        return None if self.trained_with is None else self.prompts == self.trained_with
+
+    def instruction(self, metadata, side: str | None) -> str | None:
+        "See `task_instruction`."
+        if self.prompts == "file":
+            name = metadata.name.lower()
+            return self.table.get(name) if side != "document" or name in self.symmetric else None
+        if self.prompts == "none" or not gets_instruction(metadata, side):
+            return None
+        told = paper_instruction(metadata.name) if self.prompts != "mteb" else None
+        return told or _mteb_instruction(metadata, side, self.generic) or None
+
+    def wording(self, own: str) -> str:
+        "See `prompt_wording`."
+        return own if self.prompts == "file" else prompt_wording(self.prompts, own)
+
+# %% ../nbs/56_tasks.ipynb #0cc9c941
+def find_asking(
+    prompts: str = "auto",  # one of `PROMPTS`
+    trained: str | Mapping | None = None,  # what is saved with a model as `instructions`; None = nothing
+) -> Asking:
+    "How a model is asked that was trained so. Raises `InputError`."
+    from_file = isinstance(trained, Mapping)
+    if not (trained in (None, "none", "paper", "as_released") or (from_file and "table" in trained)):
+        raise InputError(f"the model is said to be trained with instructions = {trained!r}, which is not known here; save it again")
+    known = "file" if from_file else trained
+    if check_prompts(prompts) != "auto":
+        return Asking(prompts, known, generic=prompts == "mteb")
+    if from_file:
+        table = {name.lower(): choices[0] for name, choices in trained["table"].items()}
+        return Asking("file", known, table, frozenset(name.lower() for name in trained.get("symmetric", ())))
+    return Asking(known or "mteb", known)
 
 
 def task_instruction(
@@ -159,10 +220,23 @@ def task_instruction(
     prompts: str = "paper",  # one of `PROMPTS`
 ) -> str | None:  # None for a bare text
     "What one side of a task is told."
-    if check_prompts(prompts) == "none" or not gets_instruction(metadata, side):
-        return None
-    told = paper_instruction(metadata.name) if prompts != "mteb" else None
-    return told or _mteb_instruction(metadata, side) or None
+    return find_asking(prompts).instruction(metadata, side)
+
+
+_HOW = {
+    "none": "without instructions", "paper": "with the paper's instructions", "mteb": "with mteb's instructions",
+    "as_released": "with the paper's instructions as the released code writes them", "file": "with the instructions of its training",
+}  # fmt: skip
+
+
+def asking_line(asking: Asking) -> str:  # for people
+    "How a model is asked, and whether it was trained so."
+    if asking.trained_with is None:
+        return f"asked {_HOW[asking.prompts]}; nothing tells what it was trained with"
+    if asking.as_trained:
+        return f"asked {_HOW[asking.prompts]}, as it was trained"
+    trained = f"trained with instructions = {asking.trained_with}"
+    return f"asked with prompts = {asking.prompts}, but {trained}: it never saw texts like these; --prompts auto asks as in training"
 
 # %% ../nbs/56_tasks.ipynb #57e357cc
 def _file(folder: Path, stem: str, kind: str, ends=(".jsonl", ".jsonl.gz")) -> Path:
@@ -359,16 +433,6 @@ def _kind(folder: Path) -> str:
     raise InputError(f"{path}:1: its fields {', '.join(map(str, row))} belong to no kind of task; put the folder into one of {', '.join(READERS)}")
 
 # %% ../nbs/56_tasks.ipynb #eedce137
-def _real_task(name: str):
-    "mteb's own task of this name; None when it has none."
-    import mteb
-
-    try:
-        return _english().get(name) or mteb.get_task(name)
-    except KeyError:
-        return None
-
-
 def _about(folder: Path) -> dict:
     "What `meta.json` says of a task: `note`, `instruction`, `subset` are read. Raises `InputError` when it is no JSON object."
     path = folder / "meta.json"

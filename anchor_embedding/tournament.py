@@ -50,7 +50,7 @@ from anchor_embedding.report import (
 from .runs import read_log, source_commit
 from .significance import paired_bootstrap
 from .smollm2 import resolve_base
-from .training import device_name, train
+from .training import device_name, instructions_record, train
 
 # %% ../nbs/67_tournament.ipynb #d931d4de
 def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → pipeline of one arm
@@ -276,6 +276,7 @@ def judged(entrants: Mapping[str, Pipeline], folders, flops, base: str, judge: J
     first = first_stage(entrants)
     courses = {name: course(entrant, folders[name], flops[name]) for name, entrant in entrants.items()}
     settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling, "dtype": first.dtype}
+    settings["instructions"] = instructions_record(first.instructions)  # asked as the contestants are
     untouched = scores_of(judge(Embedder.from_pretrained(base, **settings)))
     ranks = {name: course[-1]["ranks"] for name, (course, _) in courses.items()}
     ranks |= {"base": untouched["ranks"], "bm25": judge.heldout.bm25_ranks()}

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'USABLE', 'CPU_BUDGET', 'ENVIRONMENT', 'TRUSTED_COSINE', 'make_objective', 'TrainingData',
-           'BatchesAhead', 'load_examples', 'find_instructions', 'make_data', 'prepare_tokenizer', 'opening_of',
-           'prepare_embedder', 'device_name', 'base_shape', 'least_free', 'fit_to_device', 'learning_rate',
-           'course_of_rate', 'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite', 'count_parameters',
-           'check_environment', 'make_accelerator', 'wrap', 'Training', 'gradient_cosine', 'compare_gradients',
-           'first_comparison', 'check_lora_targets', 'began_with', 'prepare', 'update_weights', 'SharedEmbedder',
-           'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish', 'dry_run']
+           'BatchesAhead', 'load_examples', 'instructions_record', 'find_instructions', 'make_data',
+           'prepare_tokenizer', 'opening_of', 'prepare_embedder', 'device_name', 'base_shape', 'least_free',
+           'fit_to_device', 'learning_rate', 'course_of_rate', 'seed_step', 'make_optimizer', 'clip_gradients',
+           'check_finite', 'count_parameters', 'check_environment', 'make_accelerator', 'wrap', 'Training',
+           'gradient_cosine', 'compare_gradients', 'first_comparison', 'check_lora_targets', 'began_with', 'prepare',
+           'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'negatives_pool', 'write_card', 'finish',
+           'dry_run']
 
 # %% ../nbs/45_training.ipynb #67bd46b3
 import json
@@ -214,6 +215,14 @@ def load_examples(
     return store, {"data": recipe.data, "bad_rows": store.bad_rows}
 
 
+def instructions_record(name: str) -> str | dict:
+    "What is saved with a model of the instructions that a recipe names: a shipped name, or the whole table of a file."
+    found = find_instructions(name)
+    if name in ("none", "paper", "as_released"):
+        return name
+    return {"table": {dataset: list(choices) for dataset, choices in found.table.items()}, "symmetric": sorted(found.symmetric)}
+
+
 def find_instructions(name: str) -> Instructions:
     "The instructions that a recipe names; raises `InputError`."
     shipped = {"none": Instructions.none, "paper": Instructions.paper, "as_released": Instructions.as_released}
@@ -304,8 +313,8 @@ def prepare_embedder(
     kernel = attention_kernel(device.type, dtype)
     chosen = {"liger_modules": decoder.liger, **{key: getattr(recipe, key) for key in AUTOMATIC}}
     card = chosen | {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    embedder = Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening_of(recipe, base.path))
-    return embedder, card
+    opening, instructions = opening_of(recipe, base.path), instructions_record(recipe.instructions)
+    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions), card
 
 # %% ../nbs/45_training.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -647,7 +656,8 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(embedder.decoder, embedder.tokenizer, embedder.pooling, embedder.soft_tokens, embedder.decode_opening)
+        own = embedder.tokenizer, embedder.pooling, embedder.soft_tokens, embedder.decode_opening, embedder.instructions
+        super().__init__(embedder.decoder, *own)
         self.accelerator = accelerator
 
     def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
