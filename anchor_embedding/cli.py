@@ -383,7 +383,7 @@ def _using_commands(commands) -> None:
     words.add_argument("--instruction", help="put in front of every text")
     words.add_argument("--samples", type=int, default=0, metavar="N", help="sampled readings besides the greedy one (default: 0)")
     words.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)")
-    openings = ("encode", "none", "around")
+    openings = ("encode", "none")
     words.add_argument("--decode-opening", choices=openings, help="what is in front of the vector (default: as in the model's Stage I)")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)

@@ -245,7 +245,7 @@ def _settled_lengths(recipe, given) -> dict[str, float]:
 
 def _more_decoded(recipe, opening: float) -> float:
     "Tokens of a decode sequence beside its slot and all of its text but the last token."
-    return {"encode": opening, "none": 0, "around": 1 + opening}[recipe.decode_opening] + recipe.predict_eos
+    return (opening if recipe.decode_opening == "encode" else 0) + recipe.predict_eos
 
 # %% ../nbs/42_plan.ipynb #342828b5
 def pair_tokens(

@@ -92,14 +92,14 @@ def _chooser(sample: bool, temperature: float, top_p: float, generator: torch.Ge
     return draw
 
 # %% ../nbs/37_reading.ipynb #87e70078
-def _write(decoder: CausalDecoder, anchors, before, after, max_new_tokens: int, stop, choose) -> torch.Tensor:
+def _write(decoder: CausalDecoder, anchors, before, max_new_tokens: int, stop, choose) -> torch.Tensor:
     "(n, t) ids, t at most `max_new_tokens`: until every text has had an id to stop at."
     from transformers import DynamicCache
 
     embed, device = decoder.causal_lm.get_input_embeddings(), decoder.device
-    ids = lambda tokens: embed(torch.tensor([list(tokens)] * len(anchors), dtype=torch.int64, device=device))
-    front, slots = ids(before), (anchors.to(device) / decoder.embedding_scale)[:, None]
-    inputs = torch.cat([front, slots.to(front.dtype), ids(after)], dim=1)
+    front = embed(torch.tensor([list(before)] * len(anchors), dtype=torch.int64, device=device))
+    slots = (anchors.to(device) / decoder.embedding_scale)[:, None]
+    inputs = torch.cat([front, slots.to(front.dtype)], dim=1)
     cache, written, last = DynamicCache(), [], torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     ended = torch.zeros(len(anchors), dtype=torch.bool, device=device)
     while len(written) < max_new_tokens and not ended.all():
@@ -116,7 +116,6 @@ def generate(
     max_new_tokens: int,  # in each text
     stop: Collection[int] = (),  # ids that end a text, and are not part of it; none = `max_new_tokens` always
     before: Sequence[int] = (),  # ids in front of the slot; see `opening_ids`
-    after: Sequence[int] = (),  # ids between the slot and the text
     sample: bool = False,  # draw every token; else take the most probable one
     temperature: float = 1.0,  # below 1 draws the probable more often
     top_p: float = 1.0,  # draw from the fewest tokens that hold this probability
@@ -124,19 +123,19 @@ def generate(
     batch_size: int = 64,  # texts side by side
 ) -> list[list[int]]:  # n lists of token ids
     "The text that the model decodes from each vector alone; nothing of the model is changed. Raises `InputError`."
-    _check_request(decoder, len(before) + 1 + len(after), max_new_tokens, temperature, top_p)
+    _check_request(decoder, len(before) + 1, max_new_tokens, temperature, top_p)
     _check_anchors(decoder, anchors)
     choose = _chooser(sample, temperature, top_p, torch.Generator(decoder.device).manual_seed(seed))
     parts = anchors.split(batch_size) if len(anchors) else ()
     with evaluating(decoder):
-        rows = [row for part in parts for row in decoder(_write, part, before, after, max_new_tokens, stop, choose).tolist()]
+        rows = [row for part in parts for row in decoder(_write, part, before, max_new_tokens, stop, choose).tolist()]
     ends = (next((i for i, token in enumerate(row) if token in stop), len(row)) for row in rows)
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 # %% ../nbs/37_reading.ipynb #e478c1e7
-def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, before: Sequence[int], after: Sequence[int]) -> torch.Tensor:
+def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, before: Sequence[int]) -> torch.Tensor:
     "(n, V): what is predicted as the first token of each text."
-    batch = pack([[*before, 0, *after]] * len(anchors), decoder.device)
+    batch = pack([[*before, 0]] * len(anchors), decoder.device)
     states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[batch.last]
     return vocabulary_logits(decoder, states).float()
 
@@ -147,14 +146,13 @@ def top_tokens(
     anchors: torch.Tensor,  # (n, d)
     k: int = 5,
     before: Sequence[int] = (),  # see `generate`
-    after: Sequence[int] = (),  # likewise
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n, k) probabilities, falling; (n, k) token ids
     "The most probable first tokens after each vector. Raises `InputError`."
     _check_anchors(decoder, anchors)
     if not 1 <= k <= len(decoder.head.weight):
         raise InputError(f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}")
     with evaluating(decoder):
-        found = decoder(_first_logits, anchors, before, after).softmax(-1).topk(k)
+        found = decoder(_first_logits, anchors, before).softmax(-1).topk(k)
     return found.values.cpu(), found.indices.cpu()
 
 # %% ../nbs/37_reading.ipynb #b467a92a
@@ -190,17 +188,17 @@ class Readings(list):
         return "<table>" + "".join(f"<tbody>{part}</tbody>" for part in parts) + "</table>"
 
 # %% ../nbs/37_reading.ipynb #37423bf0
-def _texts_from(embedder: Embedder, anchors, max_new_tokens, opening: dict, **how) -> list[str]:
+def _texts_from(embedder: Embedder, anchors, max_new_tokens, before: Sequence[int], **how) -> list[str]:
     "What is generated from anchors, as text; it ends at the template's or the tokenizer's EOS."
     template, tokenizer = embedder.tokenizer.template, embedder.tokenizer.tokenizer
     stop = {template.eos_id, tokenizer.eos_token_id} - {None}
-    found = generate(embedder.decoder, anchors, max_new_tokens, stop, **opening, **how)
+    found = generate(embedder.decoder, anchors, max_new_tokens, stop, before, **how)
     return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in found]
 
 
-def _first_tokens(embedder: Embedder, anchors, k, opening: dict) -> list[tuple[tuple[str, float], ...]]:
+def _first_tokens(embedder: Embedder, anchors, k, before: Sequence[int]) -> list[tuple[tuple[str, float], ...]]:
     "The most probable first tokens after each anchor, as text."
-    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, **opening))
+    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, before))
     named = ([embedder.tokenizer.tokenizer.decode([token]) for token in row] for row in tokens)
     return [tuple(zip(names, row, strict=True)) for names, row in zip(named, chances, strict=True)]
 
@@ -222,7 +220,7 @@ def read_vectors(
     if not len(anchors) or samples < 0:
         raise InputError(f"{len(anchors)} vectors and {samples} samples: give at least one vector, and samples of 0 or more")
     names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
-    opening = dict(zip(("before", "after"), opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template), strict=True))
+    opening = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     first = _first_tokens(embedder, anchors, top, opening)
     greedy = _texts_from(embedder, anchors, max_new_tokens, opening)
     repeated, draw = anchors.repeat_interleave(samples, dim=0), {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -258,9 +256,9 @@ def reconstruction_losses(
         raise InputError(f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give at least two")
     check_head(embedder.decoder, "reconstruction")
     batch, decoder = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0), embedder.decoder
-    before, after = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
+    before = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     settings = {"pooling": embedder.pooling, "token_budget": token_budget}
-    objective = Reconstruction(predict_eos=predict_eos, before=before, after=after, **settings)
+    objective = Reconstruction(predict_eos=predict_eos, before=before, **settings)
     with evaluating(decoder):
         losses = objective.loss(decoder, batch)
         return {name: losses[name] for name in ("q2d", "d2q")} | anchor_gain(objective, decoder, batch)

@@ -88,8 +88,7 @@ class ObjectiveSettings:
     alpha: float | None = None            # reconstruction: L = alpha * L_Q2D + (1 - alpha) * L_D2Q
     predict_eos: bool | None = None       # reconstruction: EOS is a target too
     decode_opening: str | None = None     # reconstruction: what opens a decode sequence, not scored: "encode", what stands in front of
-                                          # a text in the encode sequence (EOS where that is nothing), "none", or "around": the first
-                                          # token of the template's header in front of the anchor, the header after it
+                                          # a text in the encode sequence (EOS where that is nothing), or "none"
     anchor_gain_every: int | None = None  # reconstruction: steps between two measurements of the anchor gain; 0 = never
     as_released: bool | None = None       # reconstruction: mask, loss scope and averaging of the released code
     micro_batch_size: int | None = None   # reconstruction as released: pairs whose loss is a mean of its own; 0 = by token budget
@@ -236,7 +235,7 @@ def check_type(
 CHOICES = {
     "objective": tuple(OBJECTIVES), "template": ("auto", "plain", "chat", "released"), "tuning": ("full", "lora"),
     "pooling": ("eos", "last", "mean", "weighted_mean", "echo_eos", "echo_mean"), "attention": ("causal", "bidirectional"),
-    "decode_opening": ("encode", "none", "around"), "target": ("counterpart", "itself"), "soft_token_kind": ("mixture", "pause"),
+    "decode_opening": ("encode", "none"), "target": ("counterpart", "itself"), "soft_token_kind": ("mixture", "pause"),
     "dtype": ("auto", "float32", "bfloat16"),
     "on_bad_row": ("error", "skip"), "sharding": ("none", "fsdp"), "tracker": ("none", "tensorboard", "wandb"),
 }

@@ -37,11 +37,10 @@ def decode_batch(
     bodies: Sequence[Sequence[int]],  # target tokens, one list per anchor
     device: torch.device | str = "cpu",
     before: Sequence[int] = (),  # tokens in front of every slot, not scored
-    after: Sequence[int] = (),  # tokens between every slot and its body, not scored
 ) -> DecodeBatch:
     "Inputs and targets to decode every body from its anchor; at least one body must have a token."
     of = [index for index, body in enumerate(bodies) if body]
-    inputs = pack([[*before, 0, *after, *bodies[i][:-1]] for i in of], device)
+    inputs = pack([[*before, 0, *bodies[i][:-1]] for i in of], device)
     ends = zip(of, accumulate(inputs.lengths), strict=True)
     scored = [place for i, end in ends for place in range(end - len(bodies[i]), end)]  # as many as the body, at the end
     targets = [token for i in of for token in bodies[i]]
@@ -54,7 +53,6 @@ class DecodeOptions:
     "What the decode pass begins with, what makes it harder, or the beginning of a text heavier; all off by default."
 
     before: tuple[int, ...] = ()  # token ids in front of every slot, unscored; see `opening_ids`
-    after: tuple[int, ...] = ()  # token ids between every slot and its text, unscored
     input_dropout: float = 0.0  # share of the decoder's input tokens that EOS stands in for, in training
     first_tokens: int = 0  # so many targets at the beginning of each text
     first_weight: float = 1.0  # count so much
@@ -81,7 +79,7 @@ def decode_sums(
         nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
         return vocabulary_loss(decoder, anchors[:0], nothing).expand(len(counts))
     flat = [body for direction in bodies for body in direction]
-    batch = decode_batch(flat, decoder.device, options.before, options.after)
+    batch = decode_batch(flat, decoder.device, options.before)
     drop = options.input_dropout if decoder.training else 0.0
     inputs = dropped(batch.inputs, drop, eos_id) if drop else batch.inputs
     states = decoder.decode(anchors[batch.of], inputs, batch.slots)[batch.scored]
@@ -200,21 +198,17 @@ def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, flo
     return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist(), strict=True))
 
 # %% ../nbs/20_reconstruction.ipynb #c5238329
-OPENINGS = ("encode", "none", "around")
+OPENINGS = ("encode", "none")
 
 
 def opening_ids(
     opening: str,  # one of `OPENINGS`
     template: Template,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:  # token ids in front of every slot, and between slot and body
-    "What a decode sequence has besides slot and body. Raises `InputError`."
+) -> tuple[int, ...]:
+    "The token ids in front of every slot. Raises `InputError`."
     if opening not in OPENINGS:
         raise InputError(f"decode_opening is {opening!r}; give one of {', '.join(OPENINGS)}")
-    if opening != "around":
-        return template.opening if opening == "encode" else (), ()
-    if not template.header:
-        raise InputError(f"decode_opening = 'around' needs a header, and the {template.style} template has none: take 'encode', or another template")
-    return template.header[:1], template.header
+    return template.opening if opening == "encode" else ()
 
 # %% ../nbs/20_reconstruction.ipynb #91d3e7ba
 def _all_anchors(own, places, accelerator):

@@ -119,7 +119,7 @@ def make_objective(recipe: Recipe, tokenizer: TextTokenizer):
     settings.pop("hard_negatives", None)
     if recipe.objective == "reconstruction":
         released, size = settings.pop("as_released"), settings.pop("micro_batch_size")
-        settings["before"], settings["after"] = opening_ids(settings.pop("decode_opening"), tokenizer.template)
+        settings["before"] = opening_ids(settings.pop("decode_opening"), tokenizer.template)
         if recipe.contrastive_weight:
             kind = ContrastedReconstruction
         else:
@@ -263,10 +263,7 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
-    tokenizer = TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
-    if recipe.decode_opening:
-        opening_ids(recipe.decode_opening, tokenizer.template)  # raises where the template has no such opening
-    return tokenizer
+    return TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
 
 
 def opening_of(recipe: Recipe, base: str) -> str:

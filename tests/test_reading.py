@@ -84,8 +84,7 @@ def test_every_architecture_from_disk(kind, tmp_path):
     together = embedder_readings(embedder, texts)
     assert together == plain == embedder_readings(embedder, texts, decode_opening="encode")
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
-    none, around = (embedder_readings(embedder, texts, decode_opening=opening) for opening in ("none", "around"))
-    assert none not in (together, around) and around != together
+    assert embedder_readings(embedder, texts, decode_opening="none") != together
 
 
 def embedder_readings(embedder, texts, **settings):
@@ -133,7 +132,7 @@ def test_losses_by_hand(base):
 
 def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
     embedder, readings = Embedder.from_pretrained(base, **LOAD), {}
-    for opening in ("encode", "none", "around"):
+    for opening in ("encode", "none"):
         embedder.decode_opening = opening
         embedder.save_pretrained(tmp_path / opening)
         loaded = Embedder.from_pretrained(tmp_path / opening, **LOAD)
@@ -141,7 +140,7 @@ def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
         assert readings[opening] == embedder_readings(embedder, ["tokens"])
         losses = reconstruction_losses(loaded, PAIRS)
         assert losses == pytest.approx(reconstruction_losses(embedder, PAIRS, decode_opening=opening), rel=1e-5, abs=1e-5)
-    assert len(set(map(str, readings.values()))) == 3, "another opening must give another reading"
+    assert readings["encode"] != readings["none"], "another opening must give another reading"
     for opening, expected in readings.items():
         assert embedder_readings(loaded, ["tokens"], decode_opening=opening) == expected
     settings = tmp_path / "none" / "anchor_embedding.json"
