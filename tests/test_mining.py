@@ -109,13 +109,13 @@ def test_every_kind_of_model_mines(pairs, base, tmp_path):
     run = tmp_path / "run"
     train(small(pairs, base, "hard_negatives=0", "steps=2"), run, **QUIET)
     embedder = Embedder.from_pretrained(run / "final", dtype="float32")
-    exported = export_embedder(embedder, tmp_path / "exported", base="some/base")
+    prompt = "Find the documentation of what is asked"  # which the exported model has by itself
+    exported = export_embedder(embedder, tmp_path / "exported", instructions={"query": prompt}, base="some/base")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     for path in exported.iterdir():
         if path.name not in ("anchor_embedding.json", "bare_tokenizer"):
             (foreign / path.name).symlink_to(path)
-    prompt = "Given a web search query, retrieve relevant passages that answer the query"  # which an exported model has by itself
     told = {"instructions": Instructions("test", {"numpy": (prompt,)})}
     models = {"run": run, "final": run / "final", "memory": embedder, "exported": exported, "foreign": foreign}
     found = {
