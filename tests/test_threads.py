@@ -1,0 +1,45 @@
+"""Encoding from several threads at once: the vectors of one thread, and no setting of the process changed."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.packing import ATTENTION, pack
+from anchor_embedding.testing import tiny_model
+
+TEXTS = [[5, 6, 7, 2], [9, 2], [*range(20, 90), 2]]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def decoder_in(dtype):
+    model = tiny_model("llama")
+    model.set_attn_implementation(ATTENTION)
+    return CausalDecoder(model, dtype).eval()
+
+
+def process_wide():
+    """The settings of the process that a product of matrices looks at."""
+    own = torch.backends.mkldnn
+    return own.matmul.fp32_precision, own.fp32_precision, torch.get_float32_matmul_precision(), torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_eight_threads_encode_in_both_dtypes(gradient):
+    decoders = {dtype: decoder_in(dtype) for dtype in DTYPES}
+    before, batch = process_wide(), pack(TEXTS)
+
+    def encode(dtype):
+        with torch.set_grad_enabled(gradient):
+            vectors = decoders[dtype](CausalDecoder.encode, batch)
+        if gradient:
+            return torch.autograd.grad(vectors.square().sum(), decoders[dtype].head.weight)[0]
+        return vectors
+
+    expected = {dtype: encode(dtype) for dtype in DTYPES}
+    work = [dtype for _ in range(100) for dtype in DTYPES]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(encode, work))
+    assert all(torch.equal(vectors, expected[dtype]) for vectors, dtype in zip(found, work, strict=True))
+    assert process_wide() == before
