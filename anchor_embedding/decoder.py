@@ -109,7 +109,7 @@ def repeated(
     starts = ends - 2 * size + 1
     copies = [torch.cat([text[:-1], text]) for text in batch.ids.split(batch.lengths)]
     lengths = tuple(2 * n - 1 for n in batch.lengths)
-    positions = torch.arange(int(ends[-1])) - starts.repeat_interleave(2 * size - 1)
+    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(2 * size - 1)
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
     second = (starts + size - 1).repeat_interleave(size)
     positions, boundaries, second = (x.to(device, non_blocking=True) for x in (positions, boundaries, second))

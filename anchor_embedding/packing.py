@@ -194,9 +194,9 @@ def _groups(
         place = torch.arange(lengths[texts[0]])
         filled, own = place >= length, slice(lines, lines := lines + len(texts) * len(place))
         line[(start + place)[~filled]] = torch.arange(own.start, own.stop).view(filled.shape)[~filled]
-        tables = start + place.minimum(length - 1), own, filled.to(device) if filled.any() else None
-        found.append(_Group(tables[0].to(device), *tables[1:]))
-    return found, line.to(device), lines
+        tables = start + place.minimum(length - 1), own, filled.to(device, non_blocking=True) if filled.any() else None
+        found.append(_Group(tables[0].to(device, non_blocking=True), *tables[1:]))
+    return found, line.to(device, non_blocking=True), lines
 
 # %% ../nbs/10_packing.ipynb #91699690
 def _blocks(length: int, window: int | None):
