@@ -109,9 +109,9 @@ def repeated(
     starts = ends - 2 * size + 1
     copies = [torch.cat([text[:-1], text]) for text in batch.ids.split(batch.lengths)]
     lengths = tuple(2 * n - 1 for n in batch.lengths)
-    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(2 * size - 1)
+    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(2 * size - 1, output_size=sum(lengths))
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
-    second = (starts + size - 1).repeat_interleave(size)
+    second = (starts + size - 1).repeat_interleave(size, output_size=batch.num_tokens)
     positions, boundaries, second = (x.to(device, non_blocking=True) for x in (positions, boundaries, second))
     return PackedBatch(torch.cat(copies), positions, boundaries, lengths), batch.positions + second
 
