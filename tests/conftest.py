@@ -1,8 +1,12 @@
 """What several tests need."""
 
+import json
+
 import pytest
 
-from anchor_embedding.testing import tiny_model, tiny_tokenizer
+from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+
+WORDS = PROSE.split()
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +16,12 @@ def base(tmp_path_factory):
     tiny_model("llama").save_pretrained(folder)
     tiny_tokenizer("smollm2").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A file of forty pairs."""
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

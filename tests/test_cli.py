@@ -20,15 +20,6 @@ from anchor_embedding.text import TextTokenizer
 WORDS = PROSE.split()
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """A file of forty pairs."""
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def settings(base, pairs, *more):
     """Arguments that make any shipped recipe small."""
     small = [f"base={base}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=3", "dtype=float32", *more]

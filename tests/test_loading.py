@@ -10,23 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli import main
 from anchor_embedding.embedder import PAUSE_TOKENS, Embedder
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-
-WORDS = PROSE.split()
+from anchor_embedding.testing import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "texts.txt"
     path.write_text("what holds the ship\nthe anchor\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

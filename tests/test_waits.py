@@ -107,7 +107,7 @@ def unwatched(function):
     return call
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_step_on_cuda_waits_only_for_its_loss(case):
     """CUDA itself raises where the host waits; kernels are compiled and memory is taken in the step before."""
