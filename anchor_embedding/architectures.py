@@ -32,8 +32,8 @@ from .batches import TokenBatch
 from .decoder import CausalDecoder, add_lora, load_decoder
 from .errors import InputError
 from .files import write_text
+from .objectives.reconstruction import Reconstruction
 from .packing import pack
-from .reconstruction import Reconstruction
 from .runs import source_commit
 from .text import TokenizedText
 

@@ -50,8 +50,9 @@ from .errors import InputError
 from .export import export_embedder
 from .files import write_text
 from .plan import ModelShape, count_parameters, known_shapes, shape_from_config, trained_parameters
-from .recipe import Recipe, closest, load_recipe
+from .recipe import Recipe, load_recipe
 from .runs import source_commit
+from .settings import closest
 from .smollm2 import resolve_base
 from .store import open_examples
 from .testing import tiny_model, tiny_tokenizer
@@ -59,7 +60,6 @@ from .text import TextTokenizer, TokenizedText
 from anchor_embedding.training import (
     device_name,
     fit_to_device,
-    make_objective,
     make_optimizer,
     prepare_embedder,
     update_weights,
@@ -198,7 +198,7 @@ def batch_flops(
 ) -> float:
     "Operations that a training step over this batch needs."
     encoded = [len(text) for text in batch.texts]
-    if recipe.objective == "contrastive":
+    if not recipe.objective.uses_head:
         adapters = trained_parameters(recipe, shape) if recipe.tuning == "lora" else 0
         return needed_flops(shape, encoded, 0, recipe.tuning, adapters)
     texts = [*batch.queries, *batch.positives]
@@ -300,7 +300,7 @@ class Side:
 
 def tokens_of(recipe: Recipe, tokenizer: TextTokenizer, pairs: Sequence[Example]) -> TokenBatch:
     "Pairs as a stage reads them; no instructions."
-    return tokenize_batch(pairs, tokenizer, Instructions.none(), range(len(pairs)), recipe.hard_negatives or 0)
+    return tokenize_batch(pairs, tokenizer, Instructions.none(), range(len(pairs)), recipe.objective.hard_negatives)
 
 # %% ../nbs/59_bench.ipynb #9a00713c
 class Engine:
@@ -315,7 +315,7 @@ class Engine:
         self.tokenizer = self.embedder.tokenizer
         if recipe.tuning == "lora":
             fill_adapters(self.decoder)
-        self.objective = make_objective(recipe, self.tokenizer)
+        self.objective = recipe.objective.prepared(self.tokenizer)
         self.optimizer = make_optimizer(recipe, self.decoder)
         self.accelerator = Accelerator(cpu=device.type == "cpu")
 
@@ -478,7 +478,7 @@ class CachedLoss:
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step. The second forward is in the backward pass, and must be in the same dtype."
         columns = [[pair.query for pair in pairs], [pair.positive for pair in pairs]]
-        columns += [[pair.negatives[0] for pair in pairs]] if self.recipe.hard_negatives else []
+        columns += [[pair.negatives[0] for pair in pairs]] if self.recipe.objective.hard_negatives else []
         features = [self.model.preprocess(column) for column in columns]
         features = [{k: v.to(self.device) if torch.is_tensor(v) else v for k, v in column.items()} for column in features]
         with lowered(self.device, torch.float32 if exact else self.dtype):
@@ -585,7 +585,7 @@ def stage2(request: Request) -> dict[str, Contest]:
 def _training_contest(request, engine, pairs, sides) -> Contest:
     "Pairs as a contest."
     batch = tokens_of(engine.recipe, engine.tokenizer, pairs)
-    opening = sum(len(getattr(engine.objective, key, ())) for key in ("before", "after"))
+    opening = len(getattr(engine.objective, "before", ()))
     flops = batch_flops(engine.recipe, request.shape, batch, opening)
     return Contest(pairs, len(pairs), batch.num_tokens, flops, request.compute, request.device, told(engine.recipe), sides)
 

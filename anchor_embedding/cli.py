@@ -219,8 +219,8 @@ def sweep_steps(args: argparse.Namespace) -> None:
     "Held-out retrieval of a GIRCSE model after every number of soft tokens."
     from anchor_embedding.embedder import Embedder
     from anchor_embedding.evaluation import HeldoutRetrieval
+    from anchor_embedding.objectives.refinement import sweep_steps as sweep_model
     from anchor_embedding.pipeline import split_pairs
-    from anchor_embedding.refinement import sweep_steps as sweep_model
 
     if args.refine_steps < 1:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")

@@ -37,10 +37,10 @@ from anchor_embedding.decoder import (
 from .display import facts_html
 from .errors import InputError
 from .files import atomic_folder
+from .objectives.reconstruction import OPENINGS
+from .objectives.refinement import STEP_POOLINGS, SoftTokens, add_pause_tokens, check_context, refine
 from .packing import pack, token_budget_batches
 from .progress import progress_bar
-from .reconstruction import OPENINGS
-from .refinement import STEP_POOLINGS, SoftTokens, add_pause_tokens, check_context, refine
 from .smollm2 import resolve_base
 from .text import PROMPT, TextTokenizer
 

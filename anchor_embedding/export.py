@@ -240,7 +240,8 @@ def _stage(card: dict) -> str:
     rows += [("pairs", f"{card['pairs']:,}"), ("fingerprint of the data", card["fingerprint"])]
     rows += [("steps × pairs", f"{recipe['steps']} × {recipe['batch_size']}")]
     keys = ("checkpoint", "negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
-    rows += [(key.replace("_", " "), card[key]) for key in keys if card.get(key) not in (None, "", "none")]
+    facts = {**card, "temperature": recipe.get("temperature")}
+    rows += [(key.replace("_", " "), facts[key]) for key in keys if facts.get(key) not in (None, "", "none")]
     found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
     settings = {k: _shown(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in recipe.items()}
     found += "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()) + "\n```\n"

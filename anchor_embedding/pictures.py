@@ -15,8 +15,8 @@ import torch
 
 from .display import Picture, label, rect
 from .errors import InputError
+from .objectives.reconstruction import DecodeBatch
 from .packing import PackedBatch
-from .reconstruction import DecodeBatch
 from .report import COLOURS
 
 # %% ../nbs/61_pictures.ipynb #e9374076

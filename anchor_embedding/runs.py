@@ -17,7 +17,6 @@ import shutil
 import socket
 import subprocess
 from contextlib import suppress
-from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from typing import IO
@@ -32,6 +31,7 @@ from .display import cell_text, curve, facts_html, rows_html
 from .embedder import Embedder, write_embedder
 from .errors import InputError
 from .files import atomic_folder, write_text
+from .objectives.objective import name_of
 from .processes import as_slice_of, is_sharded, own_parameters, whole_tensors
 from .recipe import Recipe, RunSettings, from_toml
 
@@ -137,7 +137,7 @@ def make_ready(run: RunFolder, recipe: Recipe, resume: bool) -> None:
         _cut_log(run.path / name, max(run.checkpoints(), default=-1))
 
 # %% ../nbs/43_runs.ipynb #a5f6ed54
-_MAY_CHANGE = {f.name for f in fields(RunSettings)} - {"dtype"}
+_MAY_CHANGE = set(RunSettings.model_fields) - {"dtype"}
 
 
 def check_changes(
@@ -146,9 +146,7 @@ def check_changes(
 ) -> None:
     "Raise `InputError` when a setting differs that the result depends on."
     before = from_toml(kept.read_text(encoding="utf-8"), str(kept))
-    by_budget = recipe.as_released and not recipe.micro_batch_size  # that loss is a mean over micro-batches
-    allowed = _MAY_CHANGE - {"token_budget"} if by_budget else _MAY_CHANGE
-    changed = {key: pair for key, pair in before.differences(recipe).items() if key not in allowed}
+    changed = {key: pair for key, pair in before.differences(recipe).items() if key not in _MAY_CHANGE}
     if changed:
         named = ", ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in changed.items())
         raise InputError(f"{kept}: {named}; resume with the same settings or choose another --out")
@@ -205,7 +203,7 @@ def run_facts(run: RunFolder) -> dict[str, object]:
     kept, rows = run.path / "recipe.toml", _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
     recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     steps, done = recipe.steps if recipe else None, rows[-1]["step"] if rows else 0
-    facts = {"recipe": f"{recipe.name}: {recipe.objective}, {recipe.tuning}" if recipe else None, "steps": f"{done} of {cell_text(steps)}"}
+    facts = {"recipe": f"{recipe.name}: {name_of(type(recipe.objective))}, {recipe.tuning}" if recipe else None, "steps": f"{done} of {cell_text(steps)}"}
     figures = {key: value for key, value in (rows[-1] if rows else {}).items() if key not in ("step", "seconds")}
     state = {"checkpoints": ", ".join(map(str, run.checkpoints())) or None, "finished": (run.path / "final").exists()}
     return facts | figures | state

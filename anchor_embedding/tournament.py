@@ -15,7 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +31,10 @@ from .errors import InputError
 from .evaluation import HeldoutRetrieval, mean_cosine, query_ndcg, rank_metrics
 from .export import find_cards
 from .files import atomic_file, write_text
+from .objectives.refinement import time_steps
 from .pipeline import SplitPairs, report_card, run_arm, split_pairs
 from .plan import find_shape, measured_lengths, plan
-from .recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, closest, load_recipe, override
-from .refinement import time_steps
+from .recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, load_recipe, override
 from anchor_embedding.report import (
     COLOURS,
     INK,
@@ -48,6 +48,7 @@ from anchor_embedding.report import (
     style,
 )
 from .runs import read_log, source_commit
+from .settings import closest
 from .significance import paired_bootstrap
 from .smollm2 import resolve_base
 from .training import device_name, instructions_record, train
@@ -62,7 +63,7 @@ def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → p
     return {arm: Pipeline(name=arm, stages=stages[arm], arms={arm: names}) for arm, names in recipe.arms.items()}
 
 
-NO_DIFFERENCE = {setting.name for setting in fields(RunSettings)} - {"dtype"} | {"anchor_gain_every"}  # to what is learned
+NO_DIFFERENCE = set(RunSettings.model_fields) - {"dtype"} | {"anchor_gain_every"}  # to what is learned
 
 
 def same_stages(one: Pipeline, other: Pipeline) -> bool:

@@ -11,16 +11,18 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from anchor_embedding.batches import Instructions, TokenBatch, tokenize_batch
-from anchor_embedding.bidirectional import MaskedPrediction, set_attention
-from anchor_embedding.contrastive import Contrastive
+from anchor_embedding.bidirectional import set_attention
 from anchor_embedding.data import Example
 from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.objectives.bag_of_tokens import BagOfTokens
+from anchor_embedding.objectives.contrasted_reconstruction import ContrastedReconstruction
+from anchor_embedding.objectives.contrastive import Contrastive
+from anchor_embedding.objectives.mntp import MaskedPrediction
+from anchor_embedding.objectives.reconstruction import Reconstruction, anchor_gain
+from anchor_embedding.objectives.refinement import Refinement
+from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.packing import ATTENTION
-from anchor_embedding.pretexts import BagOfTokens, ContrastedReconstruction
 from anchor_embedding.processes import shard, whole_tensors
-from anchor_embedding.reconstruction import Reconstruction, anchor_gain
-from anchor_embedding.refinement import Refinement
-from anchor_embedding.released import ReleasedReconstruction
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.text import TextTokenizer, TokenizedText
 

@@ -120,7 +120,7 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
 @pytest.mark.parametrize("kind", ["paper", "released"])
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
     """One process and two log the same, also where each of the two holds one pair, in JSON that every reader can read."""
-    released = {"as_released": True, "micro_batch_size": 1} if kind == "released" else {}
+    released = {"objective": "released", "micro_batch_size": 1} if kind == "released" else {}
     for pairs in (8, 2):
         recipe = recipe_of(folder, "reconstruction", "tied", "full", "parts", batch_size=pairs, anchor_gain_every=2, learning_rate=1e-5, **released)
         found = {}

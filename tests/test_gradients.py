@@ -23,7 +23,6 @@ from anchor_embedding.training import (
     compare_gradients,
     dry_run,
     make_data,
-    make_objective,
     prepare_embedder,
     train,
 )
@@ -58,8 +57,8 @@ def naive_cosine(recipe):
     for dtype in ("float32", "bfloat16"):
         embedder, _ = prepare_embedder(recipe.replace(dtype=dtype), torch.device("cpu"), say=quiet)
         batch = make_data(recipe, embedder.tokenizer, PAIRS).batch(0).take([0, 1])
-        decoder, objective = embedder.decoder.eval(), make_objective(recipe, embedder.tokenizer)
-        if recipe.as_released:
+        decoder, objective = embedder.decoder.eval(), recipe.objective.prepared(embedder.tokenizer)
+        if recipe.objective.name == "released":
             objective.weighted(decoder(objective.means, batch)).backward()
         else:
             q2d, d2q = decoder(objective.sums, batch, ["q2d", "d2q"])
@@ -69,7 +68,7 @@ def naive_cosine(recipe):
     return torch.cosine_similarity(*flat, dim=0).item()
 
 
-@pytest.mark.parametrize("settings", [{}, {"decode_opening": "none"}, {"as_released": True}, LORA], ids=["full", "none", "released", "lora"])
+@pytest.mark.parametrize("settings", [{}, {"decode_opening": "none"}, {"objective": "released"}, LORA], ids=["full", "none", "released", "lora"])
 @pytest.mark.parametrize("base", ["calm", "rough"])
 @pytest.mark.filterwarnings("ignore:over 2 pairs")
 def test_the_cosine_is_that_of_two_plain_backward_passes(bases, base, settings):

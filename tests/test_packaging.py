@@ -145,7 +145,8 @@ for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding
 
 def test_every_module_imports_without_what_it_may_not_need():
     """nbdev, fastcore and execnb are for development; mteb, datasets, sentence-transformers load where they are used."""
-    modules = {f"anchor_embedding.{path.stem}" for path in PACKAGE.glob("*.py")} - {"anchor_embedding.__init__"}
+    files = [path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
+    modules = {".".join(parts).removesuffix(".__init__") for parts in files} - {"anchor_embedding"}
     imported = set(python(BLOCK + IMPORT_ALL, *NOT_NEEDED).split())
     assert imported == {name for name in modules if not name.endswith("__main__")}
 

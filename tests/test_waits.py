@@ -12,14 +12,15 @@ from accelerate.state import AcceleratorState
 from objectives_worker import CASES, make_batch, silenced
 from torch.overrides import TorchFunctionMode
 
-from anchor_embedding import contrastive, pretexts, reconstruction, released
 from anchor_embedding.bidirectional import set_attention
 from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.objectives import contrasted_reconstruction, contrastive, reconstruction, released
 from anchor_embedding.packing import ATTENTION
 from anchor_embedding.testing import tiny_model
 
 NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}  # the loss terms, once a step
-ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "pretexts.py", "bidirectional.py", "refinement.py", "processes.py"}
+ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "bag_of_tokens.py",
+         "contrasted_reconstruction.py", "mntp.py", "refinement.py", "processes.py"}  # fmt: skip
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__int__, torch.Tensor.__bool__,
          torch.Tensor.__float__, torch.Tensor.__index__}  # fmt: skip
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
@@ -116,7 +117,8 @@ def test_a_step_on_cuda_waits_only_for_its_loss(case):
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests are at work on the CPU
     accelerator = Accelerator()
     objective.step(decoder, batch, accelerator)
-    named = [(reconstruction, "named_terms"), (released, "named_terms"), (contrastive, "as_numbers"), (pretexts, "as_numbers")]
+    named = [(reconstruction, "named_terms"), (released, "named_terms"), (contrastive, "as_numbers")]
+    named += [(contrasted_reconstruction, "as_numbers")]
     patches = [mock.patch.object(room, name, unwatched(getattr(room, name))) for room, name in named]
     for patch in patches:
         patch.start()
