@@ -126,10 +126,12 @@ def encode(args: argparse.Namespace) -> None:
 
 
 def recipes(args: argparse.Namespace) -> None:
-    "The shipped recipes, a line each; or one in full."
-    from anchor_embedding.recipe import load_recipe, recipe_table
+    "The shipped recipes, a line each; or one in full; or the JSON schema that they all obey."
+    from anchor_embedding.recipe import load_recipe, recipe_schema, recipe_table
 
-    if args.recipe is None or args.recipe.endswith("/"):
+    if args.schema:
+        print(json.dumps(recipe_schema(), indent=1))
+    elif args.recipe is None or args.recipe.endswith("/"):
         print(recipe_table(args.recipe or ""))
     else:
         print(load_recipe(args.recipe, args.set).to_toml(), end="")
@@ -343,6 +345,7 @@ def _rival_commands(commands) -> None:
 def _telling_commands(commands) -> None:
     words = _command(commands, recipes)
     words.add_argument("recipe", nargs="?", metavar="RECIPE", help="show this one in full, or those of one FOLDER/")
+    words.add_argument("--schema", action="store_true", help="print the JSON schema of a recipe, for editors")
     words.add_argument("--set", **_SET)
     words = _command(commands, plan)
     words.add_argument("recipe", **_RECIPE)

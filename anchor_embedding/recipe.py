@@ -8,7 +8,7 @@ __all__ = ['Pooling', 'LORA', 'AUTOMATIC', 'GROUPS', 'SubjectSettings', 'TextSet
            'toml_table', 'recipe_toml', 'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'pipeline_dict',
            'pipeline_toml', 'takes', 'kinds_of', 'kind_of', 'extended', 'recipe_from_dict', 'pipeline_from_dict',
            'from_toml', 'parse_value', 'parse_overrides', 'with_share', 'override', 'shipped_recipes', 'recipe_table',
-           'load_recipe', 'deviations']
+           'load_recipe', 'recipe_schema', 'deviations']
 
 # %% ../nbs/40_recipe.ipynb #32cf39c8
 import html
@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, ValidationError, create_model
 
 from .errors import InputError
 from .files import write_text
@@ -629,18 +629,24 @@ def parse_value(key: str, text: str, kind):
     return check_setting(key, text, kind)
 
 
+def _split(items) -> dict:
+    "key → value of overrides that are mapped already, or written as key=value."
+    if isinstance(items, Mapping):
+        return dict(items)
+    items = list(items)
+    for item in items:
+        if "=" not in item:
+            raise InputError(f"override {item!r}: write key=value, for example steps=100")
+    return {key.strip(): value for key, value in (item.split("=", 1) for item in items)}
+
+
 def parse_overrides(
     items: Iterable[str] | Mapping = (),  # "key=value" or "stage.key=value"; or {key: value}, where text is parsed too
     own: Mapping = {},  # setting → annotation, of an objective from outside the package
 ) -> dict:  # key → value of the right type
     "Overrides, typed by their settings; InputError for a key that no recipe has."
-    if not isinstance(items, Mapping):
-        bad = [item for item in items if "=" not in item]
-        if bad:
-            raise InputError(f"override {bad[0]!r}: write key=value, for example steps=100")
-        items = {key.strip(): value for key, value in (item.split("=", 1) for item in items)}
     parsed = {}
-    for key, value in items.items():
+    for key, value in _split(items).items():
         stage, _, name = key.rpartition(".")
         if stage == "evaluation":
             check_known([name], settings_of(EvaluationPlan))
@@ -701,8 +707,11 @@ def override(
     say: Callable[[str], None] | None = None,  # is told of a warm-up that changes along, see `with_share`
 ) -> Recipe | Pipeline:  # a new one
     "A recipe or pipeline with some settings changed; a key for one stage wins over a bare one."
+    overrides = _split(overrides)
     stages = [recipe] if isinstance(recipe, Recipe) else recipe.stages.values()
-    own = {key: kind for stage in stages for key, kind in kinds_of(type(stage.objective)).items()}
+    named = [value for key, value in overrides.items() if key.rpartition(".")[2] == "objective" and isinstance(value, str)]
+    objectives = [*(type(stage.objective) for stage in stages), *map(find_objective, named)]
+    own = {key: annotation for kind in objectives for key, annotation in kinds_of(kind).items()}
     overrides = parse_overrides(overrides, own)
     if isinstance(recipe, Recipe):
         for key in overrides:
@@ -777,6 +786,33 @@ def load_recipe(
 ) -> Recipe | Pipeline:
     "A shipped recipe or one from a file, with overrides; InputError says what is wrong where."
     return override(_load(name_or_path), overrides, say)
+
+# %% ../nbs/40_recipe.ipynb #8a868d23
+def _properties(kind: type) -> dict:
+    "The JSON schema of each setting of a recipe's groups or of an objective."
+    kinds = {name: annotation for name, annotation in kinds_of(kind).items() if name != "objective"}
+    recipe = issubclass(kind, BaseModel)
+    usual = {name: f.default for name, f in kind.model_fields.items()} if recipe else settings_of(kind)
+    model = create_model("Settings", **{name: (annotation, usual[name]) for name, annotation in kinds.items()})
+    made = model.model_json_schema()["properties"]
+    return {name: {key: value for key, value in entry.items() if key != "title"} for name, entry in made.items()}
+
+
+def recipe_schema() -> dict:
+    "A JSON schema of the TOML files of recipes: of one stage with each objective of this package, and of pipelines."
+    shared = _properties(Recipe) | {"extends": {"type": "string"}}
+    stages = []
+    for name in objective_names():
+        own = {"objective": {"const": name}, **_properties(find_objective(name))}
+        stages.append({"properties": {**shared, **own}, "required": ["name"], "additionalProperties": False})
+    tables = {"type": "object", "additionalProperties": {"type": "object"}}
+    evaluation = {"properties": _properties(EvaluationPlan), "additionalProperties": False}
+    arms = {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}}
+    parts = {"name": {"type": "string"}, "description": {"type": "string"}, "shared": {"type": "object"}}
+    pipeline = parts | {"stages": tables, "arms": arms, "evaluation": evaluation}
+    stages.append({"properties": pipeline, "required": ["name", "stages", "arms"], "additionalProperties": False})
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": "A recipe of anchor_embedding", "type": "object", "anyOf": stages}
 
 # %% ../nbs/40_recipe.ipynb #93817916
 def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)

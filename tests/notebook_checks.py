@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
-EXPORTED_LINES = 40  # lines of one exported cell
 
 
 def find_notebooks(folder: Path) -> list[Path]:
@@ -103,12 +102,9 @@ def lint_output(output: dict, paths: re.Pattern) -> list[str]:
 def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
     directives, lines = split_source(cell)
     exported = bool(directives & {"export", "exports", "exporti"})
-    size = len("\n".join(lines).strip().splitlines())
     faults = []
     if mixes_imports(lines, exported):
         faults.append("imports must stand alone in a cell")
-    if exported and size > EXPORTED_LINES:
-        faults.append(f"an exported cell of {size} lines (limit {EXPORTED_LINES})")
     if cell["outputs"] and not executed:
         faults.append("has committed outputs although it is not executed by the tests")
     return faults + [fault for output in cell["outputs"] for fault in lint_output(output, paths)]

@@ -100,15 +100,11 @@ def test_a_notebook_of_good_form_has_no_faults(notebook):
     assert lint(notebook(*cells)) == []
 
 
-LONG = "#| export\n" + "\n".join(f"x{i} = {i}" for i in range(41))
-
-
 @pytest.mark.parametrize(
     ("cell", "fault"),
     [
         (code("import json\nx = 1"), "imports must stand alone"),
         (code("def f():\n    import json\nf()"), "imports must stand alone"),
-        (code(LONG), "an exported cell of 41 lines"),
         (code("#| cuda\nf()", printed("1\n")), "although it is not executed"),
         (code("#| eval: false\nf()", printed("1\n")), "although it is not executed"),
         (code("f()", printed(f"in {Path('/home') / 'someone'}\n")), "a path of one machine"),
