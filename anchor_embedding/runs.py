@@ -203,7 +203,8 @@ def run_facts(run: RunFolder) -> dict[str, object]:
     kept, rows = run.path / "recipe.toml", _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
     recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     steps, done = recipe.steps if recipe else None, rows[-1]["step"] if rows else 0
-    facts = {"recipe": f"{recipe.name}: {name_of(type(recipe.objective))}, {recipe.tuning}" if recipe else None, "steps": f"{done} of {cell_text(steps)}"}
+    what = f"{recipe.name}: {name_of(type(recipe.objective))}, {recipe.tuning}" if recipe else None
+    facts = {"recipe": what, "steps": f"{done} of {cell_text(steps)}"}
     figures = {key: value for key, value in (rows[-1] if rows else {}).items() if key not in ("step", "seconds")}
     state = {"checkpoints": ", ".join(map(str, run.checkpoints())) or None, "finished": (run.path / "final").exists()}
     return facts | figures | state

@@ -115,6 +115,7 @@ class TrainingData:
     hard_negatives: int  # at most this many a query
     source: dict = field(default_factory=dict)  # for the run's card
     balanced: bool = True  # ranks share the rows by length; else every rank takes each `world`-th, whatever it is
+    exchanged: bool = False  # every query has the positive of the next pair of the global batch
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -136,11 +137,18 @@ class TrainingData:
             return balanced_share(self.lengths[rows].tolist(), rank, world)
         return range(rank, len(rows), world)
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        "What process `rank` of `world` holds of the batch of a step."
+    def batch(self, step: int, rank: int = 0, world: int = 1, as_given: bool = False) -> TokenBatch:
+        "What process `rank` of `world` holds of the batch of a step; `as_given`: pairs that are exchanged stay together."
         rows = self.plan.step(step)
-        rows = [rows[place] for place in self.places(step, rank, world)]
-        return tokenize_batch(self.examples, self.tokenizer, self.instructions, rows, self.hard_negatives)
+        places = self.places(step, rank, world)
+        mine = [rows[place] for place in places]
+        if not self.exchanged or as_given:
+            return tokenize_batch(self.examples, self.tokenizer, self.instructions, mine, self.hard_negatives)
+        following = [rows[(place + 1) % len(rows)] for place in places]
+        own, other = (
+            tokenize_batch(self.examples, self.tokenizer, self.instructions, chosen, self.hard_negatives) for chosen in (mine, following)
+        )
+        return TokenBatch(own.queries, other.positives, other.negatives)
 
 # %% ../nbs/45_training.ipynb #c0c69f51
 class BatchesAhead:
@@ -225,9 +233,8 @@ def make_data(
     source = {**(source or {}), "pairs": len(examples), "datasets": sizes, "left_out": plan.left_out, "fingerprint": digits}
     objective = recipe.objective
     tokenizer = _training_tokenizer(recipe, tokenizer)
-    return TrainingData(
-        examples, plan, tokenizer, instructions, objective.hard_negatives, source, balanced=not objective.keeps_places
-    )
+    order = {"balanced": not objective.keeps_places, "exchanged": objective.exchanges_pairs}
+    return TrainingData(examples, plan, tokenizer, instructions, objective.hard_negatives, source, **order)
 
 # %% ../nbs/45_training.ipynb #011ccc2c
 def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
@@ -651,7 +658,7 @@ def _measure(run: Training, step: int) -> dict[str, float]:
         return {}
     own = step, run.rank, run.world
     run.decoder.eval()
-    found = run.objective.watch(run.decoder, run.data.batch(*own), run.accelerator, run.data.places(*own))
+    found = run.objective.watch(run.decoder, run.data.batch(*own, as_given=True), run.accelerator, run.data.places(*own))
     run.decoder.train()
     return found
 
@@ -748,9 +755,10 @@ def write_card(run: Training) -> str:
         raise InputError(f"{recipe.data}: the pairs are not those this run began with (see {path}); bring them back or choose another --out")
     start = {"step": run.first, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": run.world, "commit": source_commit()}
     packages = ("torch", "transformers", "peft", "accelerate")
+    pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
-        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": recipe.objective.competitors(recipe.batch_size, run.data.most_negatives),
+        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": pool,
         "deviations": deviations(recipe), "choices": recipe.objective.choices(),
         "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
@@ -760,7 +768,7 @@ def write_card(run: Training) -> str:
     trackers = {key: value if isinstance(value, int | float | str) else str(value) for key, value in recipe.to_dict().items()}
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
-    pool = f"; {card['negatives_pool']}" if card["negatives_pool"] != "none" else ""
+    pool = f"; {pool}" if pool != "none" else ""
     pairs, steps = counted(len(run.data.examples), "pair"), counted(recipe.steps, "step")
     return f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of {recipe.batch_size}{pool}; {course_of_rate(recipe)}"
 

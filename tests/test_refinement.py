@@ -14,8 +14,8 @@ from anchor_embedding.data import Example
 from anchor_embedding.decoder import merge_lora
 from anchor_embedding.embedder import Embedder
 from anchor_embedding.errors import InputError
-from anchor_embedding.recipe import Recipe
 from anchor_embedding.objectives.refinement import SoftTokens
+from anchor_embedding.recipe import Recipe
 from anchor_embedding.testing import tiny_model, tiny_tokenizer
 from anchor_embedding.training import dry_run, train
 

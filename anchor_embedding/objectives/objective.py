@@ -63,6 +63,7 @@ class Objective(Checked):
     follows_gradient: ClassVar[bool] = False  # has a `part_loss`, whose gradient in float32 is compared with the run's
     soft_tokens: ClassVar = None  # what continues a text before it becomes a vector
     keeps_places: ClassVar[bool] = False  # a row's place in the batch matters: processes take turns
+    exchanges_pairs: ClassVar[bool] = False  # every query is shown with the positive of the next pair of the global batch
     hard_negatives = 0  # at most this many a query; a setting of some
     decode_opening = None  # how vectors are decoded, a setting of some; None: as the base model's are
 

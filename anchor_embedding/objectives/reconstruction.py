@@ -199,11 +199,17 @@ class Reconstruction(Anchored, TokenMeans):
     first_weight: Positive = 1.0  # … count so much
     input_dropout: Share = 0.0  # share of the decoder's input tokens that EOS stands in for
     anchor_gradient: NotNegative = 1.0  # factor on the gradient that reaches the encode pass
+    anchor: Literal["own", "shuffled"] = "own"  # shuffled: a control, every text is decoded behind the anchor of another pair
     before: tuple[int, ...] = given(())  # token ids in front of every slot; see `opening_ids`
 
     name: ClassVar[str] = "reconstruction"
     title: ClassVar[str] = "reconstruction"
     paper: ClassVar[str] = "stage1"
+
+    @property
+    def exchanges_pairs(self) -> bool:
+        "Where anchors are shuffled, pairs are: the rest is as always."
+        return self.anchor == "shuffled"
 
     def prepared(self, tokenizer: TextTokenizer) -> "Reconstruction":
         "With the token ids of its opening."
@@ -251,6 +257,10 @@ class Reconstruction(Anchored, TokenMeans):
                    "give that too, or leave this out")
         if self.first_tokens and self.first_weight == 1:
             yield f"`first_tokens` = {self.first_tokens} changes nothing while `first_weight` is 1"
+        if self.anchor == "shuffled" and self.target == "itself":
+            yield "`anchor` = 'shuffled': a text that is decoded from itself has no other pair; leave `target` out"
+        if self.anchor == "shuffled" and recipe.batch_size < 2:
+            yield f"`batch_size` = {recipe.batch_size}: anchors are shuffled among pairs; give at least 2"
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "One encoded and one decoded sequence a direction that has weight."
