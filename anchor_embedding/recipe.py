@@ -621,11 +621,10 @@ def parse_value(key: str, text: str, kind):
     text = text.strip()
     for option in _options(kind):
         try:
-            return check_setting(key, _converted(text, option), kind)
-        except InputError:
-            break  # of the right type, but not allowed
+            value = _converted(text, option)
         except ValueError:
             continue
+        return check_setting(key, value, kind)  # of the right type; allowed or not
     return check_setting(key, text, kind)
 
 
