@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['quickstart', 'train', 'tournament', 'encode', 'recipes', 'plan', 'data', 'mine', 'evaluate', 'sweep', 'sweep_steps',
-           'compare', 'read', 'export', 'bench', 'main']
+           'compare', 'ceiling', 'read', 'export', 'bench', 'main']
 
 # %% ../nbs/70_cli.ipynb #a0f6a462
 import argparse
 import json
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -256,6 +257,51 @@ def compare(args: argparse.Namespace) -> None:
         comparison.save(args.out)
     print(comparison)
 
+# %% ../nbs/70_cli.ipynb #c31e7a90
+def ceiling(args: argparse.Namespace) -> None:
+    "What a pair's other text is worth in the context: the yardstick of the anchor gain."
+    from anchor_embedding.ceiling import measure_ceilings
+    from anchor_embedding.embedder import Embedder
+    from anchor_embedding.files import write_text
+
+    pairs = _heldout_pairs(args.data, args.pairs, args.seed)
+    settings = {} if args.max_length is None else {"max_length": args.max_length}
+    embedder = Embedder.from_pretrained(args.base, dtype=args.dtype, **settings)
+    how = {"separator": args.separator, "first_tokens": args.first_tokens, "token_budget": args.token_budget}
+    found = measure_ceilings(embedder.decoder, embedder.tokenizer, pairs, embedder.decode_opening, say=_say, **how)
+    print(found)
+    if args.out:
+        record = {"about": _about(args, embedder.decoder), **found.to_dict()}
+        write_text(args.out, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+# %% ../nbs/70_cli.ipynb #5e09b2d6
+def _heldout_pairs(sources: list[str], number: int, seed: int) -> dict:  # dataset → its pairs
+    "A sample of every dataset of all sources; of docstrings, from the packages that are held out."
+    from anchor_embedding.ceiling import draw_pairs
+    from anchor_embedding.docstrings import docstring_pairs
+    from anchor_embedding.store import open_examples
+
+    pairs = {}
+    for source in sources:
+        examples = docstring_pairs().heldout if source == "docstrings" else open_examples(source, say=_say)
+        drawn = draw_pairs(examples, number, seed)
+        if twice := sorted(set(drawn) & set(pairs)):
+            raise InputError(f"{source}: dataset {twice[0]!r} is in another source too; give each dataset once")
+        pairs |= drawn
+    return pairs
+
+
+def _about(args: argparse.Namespace, decoder) -> dict:
+    "What a record of a measurement rests on."
+    import time
+
+    from anchor_embedding.runs import source_commit
+    from anchor_embedding.training import device_name
+
+    dtype = str(decoder.compute_dtype or decoder.head.weight.dtype).removeprefix("torch.")
+    device, date = device_name(decoder.device), time.strftime("%Y-%m-%d")
+    return {"command": args.command, "commit": source_commit(), "device": device, "dtype": dtype, "date": date, "base": args.base}
+
 # %% ../nbs/70_cli.ipynb #26356f3d
 def read(args: argparse.Namespace) -> None:
     "What a model reads out of a text's vector alone."
@@ -414,6 +460,22 @@ def _bench_command(commands) -> None:
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
     words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
 
+# %% ../nbs/70_cli.ipynb #d84b02f6
+def _ceiling_command(commands) -> None:
+    words = _command(commands, ceiling)
+    words.add_argument("base", metavar="BASE", help="a base model, a trained folder, a checkpoint, or a hub name")
+    data = "held-out pairs: files, folders, datasets of the hub, or docstrings (of the held-out packages)"
+    words.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help=data)
+    words.add_argument("--pairs", type=int, default=64, metavar="N", help="of each dataset, drawn at random (default: 64)")
+    words.add_argument("--max-length", type=int, metavar="N", help="tokens of a text (default: the model's own, else 512)")
+    words.add_argument("--separator", default="\n", metavar="TEXT", help="between the two texts (default: a line break)")
+    words.add_argument("--first-tokens", type=int, default=8, metavar="K", help="of each target, looked at apart (default: 8)")
+    words.add_argument("--token-budget", type=int, default=8192, metavar="N", help="tokens at once (default: 8192)")
+    words.add_argument("--seed", type=int, default=42, help="of the choice of pairs (default: 42)")
+    words.add_argument("--out", type=Path, metavar="FILE", help="write the record there, as JSON")
+    words.add_argument("--dtype", **_DTYPE)
+
+
 # %% ../nbs/70_cli.ipynb #54f2c8f8
 def _encode_command(commands) -> None:
     words = _command(commands, encode)
@@ -469,6 +531,7 @@ def _parser() -> argparse.ArgumentParser:
     _rival_commands(commands)
     _encode_command(commands)
     _bench_command(commands)
+    _ceiling_command(commands)
     _mine_command(commands)
     _scoring_commands(commands)
     _using_commands(commands)
@@ -481,6 +544,7 @@ def main(
 ) -> int:  # exit code: 0 done, 2 bad input, 141 nobody reads, 130 interrupted, 143 terminated, 129 hung up
     "The command line."
     args = _parser().parse_args(arguments)
+    args.command = shlex.join(["anchor", *(sys.argv[1:] if arguments is None else arguments)])
     with warnings.catch_warnings():
         _quiet_libraries()
         return _run(args)
@@ -504,7 +568,7 @@ def _run(args: argparse.Namespace) -> int:
         return 128 + stopped.signal
     except KeyboardInterrupt:
         kept = f"what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}"
-        _say(f"anchor: interrupted; {'nothing was written' if args.run in (encode, mine) else kept}")
+        _say(f"anchor: interrupted; {'nothing was written' if args.run in (ceiling, encode, mine) else kept}")
         return 130
     return 0
 
