@@ -108,6 +108,7 @@ def test_its_settings_are_checked(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     outside = ["objective=own_objectives:Alignment"]
     assert load_recipe("stage2", [*outside, "spread=2"]).spread == 2.0
-    for wrong, message in {"spread=-1": "`spread` = -1.0: must be at least 0", "spred=1": "did you mean", "alpha=0.2": "belongs to objective"}.items():
+    refused = {"spread=-1": "`spread` = -1.0: must be at least 0", "spred=1": "did you mean", "alpha=0.2": "belongs to objective"}
+    for wrong, message in refused.items():
         with pytest.raises(ValueError, match=message):
             load_recipe("stage2", [*outside, wrong])
