@@ -21,9 +21,9 @@ from .data import Example, fingerprint
 from .decoder import CHUNK_LOGITS, CausalDecoder, check_head, vocabulary_logits
 from .display import cell_text, rows_html
 from .errors import InputError
-from .objectives.reconstruction import DIRECTIONS, opening_ids
+from .objectives.objective import DIRECTIONS
 from .packing import pack, packed_forward, token_budget_batches
-from .text import TextTokenizer
+from .text import TextTokenizer, opening_ids
 
 # %% ../nbs/23_ceiling.ipynb #82ed770e
 def token_losses(

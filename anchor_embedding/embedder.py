@@ -37,12 +37,11 @@ from anchor_embedding.decoder import (
 from .display import facts_html
 from .errors import InputError
 from .files import atomic_folder
-from .objectives.reconstruction import OPENINGS
 from .objectives.refinement import STEP_POOLINGS, SoftTokens, add_pause_tokens, check_context, refine
 from .packing import pack, token_budget_batches
 from .progress import progress_bar
 from .smollm2 import resolve_base
-from .text import PROMPT, TextTokenizer
+from .text import OPENINGS, PROMPT, TextTokenizer
 
 # %% ../nbs/35_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"

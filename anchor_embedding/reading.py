@@ -25,8 +25,9 @@ from .data import Example, fingerprint
 from .decoder import CausalDecoder, check_head, vocabulary_logits
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
 from .errors import InputError
-from .objectives.reconstruction import Reconstruction, anchor_gain, opening_ids
+from .objectives.reconstruction import Reconstruction, anchor_gain
 from .packing import pack
+from .text import opening_ids
 
 # %% ../nbs/37_reading.ipynb #368a93e2
 def _scores(query, key, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:

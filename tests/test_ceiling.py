@@ -13,9 +13,8 @@ from anchor_embedding.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.cli import main
 from anchor_embedding.data import Example
 from anchor_embedding.decoder import add_lora, load_decoder
-from anchor_embedding.objectives.reconstruction import opening_ids
 from anchor_embedding.testing import PROSE
-from anchor_embedding.text import TextTokenizer
+from anchor_embedding.text import TextTokenizer, opening_ids
 
 LINES = PROSE.splitlines()
 SIDES = {"q2d": ("query", "positive"), "d2q": ("positive", "query")}

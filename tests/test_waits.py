@@ -61,7 +61,7 @@ class Watch(TorchFunctionMode):
             while "torch" in Path(frame.f_code.co_filename).parts:
                 frame = frame.f_back
             path = Path(frame.f_code.co_filename)
-            if path.parent.name == "anchor_embedding" and path.name in ROOMS:
+            if "anchor_embedding" in path.parts and path.name in ROOMS:
                 self.found.add((path.name, frame.f_code.co_name))
         return function(*args, **(kwargs or {}))
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from .. import decoder as decoding
 from ..batches import TokenBatch
 from ..decoder import CausalDecoder
-from .objective import PairTokens, TextLengths
-from .reconstruction import SIDES, TokenMeans
+from .objective import SIDES, PairTokens, TextLengths
+from .reconstruction import TokenMeans
 from ..packing import pack
 from ..settings import Share
 

@@ -15,8 +15,8 @@ import torch
 
 from ..batches import TokenBatch
 from ..decoder import CausalDecoder, vocabulary_loss
-from .objective import PairTokens, TextLengths
-from .reconstruction import DIRECTIONS, TokenMeans
+from .objective import DIRECTIONS, PairTokens, TextLengths
+from .reconstruction import TokenMeans
 from ..packing import pack
 from ..settings import Share, given
 from ..text import TextTokenizer

@@ -14,8 +14,8 @@ import torch
 
 from ..batches import TokenBatch
 from ..decoder import CausalDecoder, vocabulary_loss
-from .objective import PairTokens, TextLengths
-from .reconstruction import DIRECTIONS, Anchored, named_terms
+from .objective import DIRECTIONS, PairTokens, TextLengths
+from .reconstruction import Anchored, named_terms
 from ..packing import masked_forward, pack
 from ..processes import global_sum, sync_gradients
 from ..settings import Natural, Share, given

@@ -1,0 +1,106 @@
+"""What Stage I measures beside its loss, on which pairs, and what it is held against."""
+
+import json
+
+import pytest
+
+from anchor_embedding.batches import Instructions, tokenize_batch
+from anchor_embedding.ceiling import anchor_ceiling, separator_ids
+from anchor_embedding.data import read_examples
+from anchor_embedding.decoder import load_decoder
+from anchor_embedding.objectives.reconstruction import anchor_gain
+from anchor_embedding.recipe import Recipe
+from anchor_embedding.training import WATCHED, Training, make_data, prepare_tokenizer, train
+
+
+def quiet(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def examples(pairs):
+    return list(read_examples(pairs))
+
+
+def recipe(base, **settings):
+    usual = dict(name="run", objective="reconstruction", data="-", steps=3, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40)
+    return Recipe(base=str(base), **{**usual, "dtype": "float32", "anchor_gain_every": 2, **settings})
+
+
+def lines_and_card(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((folder / "card.json").read_text())
+
+
+def by_hand(stage, watched):
+    """Gain and ceiling of these pairs, of the base as it is."""
+    tokenizer = prepare_tokenizer(stage, stage.base)
+    batch = tokenize_batch(watched, tokenizer, Instructions.none(), hard_negatives=0)
+    objective, decoder = stage.objective.prepared(tokenizer), load_decoder(stage.base).eval()
+    ceiling = anchor_ceiling(decoder, batch, separator_ids(tokenizer), tokenizer.template.opening)
+    return anchor_gain(objective, decoder, batch), {name: ceiling[name].saving for name in ("q2d", "d2q")}
+
+
+def check(stage, folder, watched):
+    lines, card = lines_and_card(folder)
+    gain, ceiling = by_hand(stage, watched)
+    assert [line["step"] for line in lines if "mean_cosine" in line] == [1, 3]
+    assert {name: lines[0][name] for name in gain} == pytest.approx(gain, rel=1e-4, abs=1e-5)
+    assert card["yardstick"] == pytest.approx(ceiling, rel=1e-4, abs=1e-5)
+    for name, nats in card["yardstick"].items():
+        for line in (lines[0], lines[2]):
+            share = line[f"anchor_gain_{name}"] / nats if nats > 0 else None
+            assert line.get(f"share_of_ceiling_{name}") == (share and pytest.approx(share, rel=1e-6))
+    return card
+
+
+def test_pairs_that_the_run_does_not_train_on(base, examples, tmp_path):
+    stage = recipe(base)
+    data = make_data(stage, prepare_tokenizer(stage, stage.base), examples)
+    trained = {row for step in range(3) for row in data.plan.step(step)}
+    unseen = data.unseen(3, WATCHED)
+    assert len(trained) == 24 and set(unseen) == set(range(40)) - trained and data.unseen(3, 5) == data.unseen(3, 5) != unseen
+    train(stage, tmp_path / "run", examples, progress=False, say=quiet)
+    assert check(stage, tmp_path / "run", [examples[row] for row in unseen])["watched"] == "16 pairs that the run does not train on"
+
+
+def test_pairs_that_the_caller_holds_out(base, examples, tmp_path):
+    train(recipe(base), tmp_path / "run", examples[:30], progress=False, say=quiet, heldout=examples[30:])
+    assert check(recipe(base), tmp_path / "run", examples[30:])["watched"] == "10 held-out pairs"
+
+
+def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):
+    train(recipe(base, steps=5), tmp_path / "run", examples, progress=False, say=quiet)
+    lines, card = lines_and_card(tmp_path / "run")
+    assert card["watched"].startswith("the batch that is trained on next") and card["yardstick"] == {}
+    assert [line["step"] for line in lines if "anchor_gain_q2d" in line] == [1, 3, 5]
+    assert not any("share_of_ceiling_q2d" in line for line in lines)
+
+
+def test_nothing_is_measured_where_nothing_is_asked_for(base, examples, tmp_path):
+    for settings in ({"anchor_gain_every": 0}, {"objective": "language_model"}):
+        asked = {} if "objective" in settings else settings
+        stage = recipe(base).replace(**settings) if not asked else recipe(base, **asked)
+        train(stage, tmp_path / stage.objective.name, examples, progress=False, say=quiet)
+        lines, card = lines_and_card(tmp_path / stage.objective.name)
+        assert (card["watched"], card["yardstick"]) == ("", {}) and not any("mean_cosine" in line for line in lines)
+
+
+def test_a_run_that_goes_on_keeps_its_ceiling(base, examples, tmp_path):
+    stage = recipe(base, checkpoint_every=2)
+    train(stage, tmp_path / "run", examples, progress=False, say=quiet)
+    before = lines_and_card(tmp_path / "run")[1]["yardstick"]
+    for name in ("final", "step-000003"):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    run = Training(stage, tmp_path / "run", examples, resume=True, say=quiet)
+    run.close()
+    assert run.first == 2 and run.card["yardstick"] == before and before
+
+
+def test_what_is_too_long_for_a_ceiling_is_said(base, examples, tmp_path):
+    said = []
+    long = recipe(base, max_length=520)
+    texts = [type(example)(example.query * 60, example.positive * 60) for example in examples[:20]]
+    train(long.replace(batch_size=2, steps=2), tmp_path / "run", texts, progress=False, say=said.append)
+    assert any("the gain has no ceiling beside it: " in line for line in said)
+    assert "anchor_gain_q2d" in lines_and_card(tmp_path / "run")[0][0]
