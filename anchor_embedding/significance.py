@@ -5,35 +5,56 @@
 # %% auto #0
 __all__ = ['ALTERNATIVES', 'Difference', 'paired_bootstrap', 'noise', 'cluster_sums', 'two_level_bootstrap', 't_quantile',
            'error_parts', 'stretched_interval', 'least_p', 'seeds_needed', 'SignFlip', 'sign_flip', 'holm',
-           'detectable_difference']
+           'detectable_difference', 'upper_spread', 'what_it_rests_on', 'compare_runs', 'compare_with', 'compare_means']
 
 # %% ../nbs/58_significance.ipynb #01c2687f
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .display import counted
 from .errors import InputError
 
 # %% ../nbs/58_significance.ipynb #7f3e1254
 @dataclass(frozen=True)
 class Difference:
-    "How much better `a` is than `b`, and how sure that is."
+    "How much better `a` is than `b`, how sure that is, and how much could have been seen."
 
-    difference: float  # mean of a − b over the queries
+    difference: float  # mean of a − b over the queries, and over the seeds
     low: float         # lower end of the 95 % interval
     high: float        # its upper end
-    p: float           # two-sided; small where a difference of zero is unlikely
+    p: float | None    # small where a difference of zero is unlikely; None where only one run of each is known
     queries: int
+    seeds: int = 0     # pairs of runs; 0 = two given models, whatever their training
+    clusters: int = 0  # packages or documents of the queries; 0 = each by itself
+    detectable: float | None = None  # the true difference that is found in four of five cases; None = not known, or none
+    alternative: str = "two-sided"
+    comparisons: int = 1  # as many p are corrected together (Holm)
 
     @property
-    def verdict(self) -> str:  # "ahead", "behind", or "level" where the interval holds zero
+    def verdict(self) -> str:  # "ahead", "behind", "level" where zero is possible, "open" where nothing can be said
         "What may be said about `a`."
+        if self.seeds and (self.p is None or least_p(self.seeds, self.alternative, self.comparisons) > 0.05):
+            return "open"
+        if self.seeds and self.p > 0.05:
+            return "level"
         return "ahead" if self.low > 0 else "behind" if self.high < 0 else "level"
 
+    def words(self, name: str) -> str:
+        "The verdict as a sentence on what `a` is or has."
+        says = {"ahead": "{} is ahead", "behind": "{} is behind", "level": "{} makes no difference that can be told from noise"}
+        return says.get(self.verdict, "no verdict on {}").format(name)
+
+    def sure(self, digits: int = 3) -> str:
+        "What the verdict rests on, in words."
+        return what_it_rests_on(self, digits)
+
     def __str__(self):
-        return f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}], p = {self.p:.2g} ({self.queries:,} queries)"
+        p = "" if self.p is None else f", p = {self.p:.2g}"
+        seeds = f"{counted(self.seeds, 'seed')}, " if self.seeds else ""
+        return f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{p} ({seeds}{self.queries:,} queries)"
 
 # %% ../nbs/58_significance.ipynb #0df1918a
 def _paired(a, b) -> np.ndarray:
@@ -62,7 +83,8 @@ def paired_bootstrap(
     low, high = np.quantile(means, [0.025, 0.975])
     tail = min((means <= 0).sum(), (means >= 0).sum())
     p = min(1.0, 2 * (tail + 1) / (samples + 1))
-    return Difference(float(differences.mean()), float(low), float(high), float(p), n)
+    seen = (1.959964 + 0.841621) * float(means.std())  # found with power 0.8
+    return Difference(float(differences.mean()), float(low), float(high), float(p), n, detectable=seen)
 
 # %% ../nbs/58_significance.ipynb #d762fd60
 def noise(
@@ -116,7 +138,7 @@ def t_quantile(
     freedom: float,  # degrees of freedom, above 0
 ) -> float:
     "The quantile of Student's t."
-    edges = np.linspace(-np.pi / 2, np.pi / 2, 200_001)
+    edges = np.linspace(-np.pi / 2, np.pi / 2, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2
     mass = np.cumsum(np.cos(middles) ** (freedom - 1))
     return float(math.sqrt(freedom) * math.tan(np.interp(share, mass / mass[-1], edges[1:])))
@@ -228,21 +250,21 @@ def detectable_difference(
     if least_p(seeds, alternative, comparisons) > 0.05:
         return math.inf
     error = math.sqrt(spread**2 / seeds + query_error**2)
-    rng = np.random.default_rng(0)
-    noise = spread * rng.standard_normal((2000, seeds)) + query_error * rng.standard_normal((2000, 1))
+    rng, wide = np.random.default_rng(0), t_quantile(0.975, freedom)
+    drawn = spread * rng.standard_normal((2000, seeds)) + query_error * rng.standard_normal((2000, 1))
     low, high = 0.0, 100 * error
-    for _ in range(25):
+    for _ in range(16):
         middle = (low + high) / 2
-        enough = _found(noise + middle, query_error, freedom, alternative, comparisons).mean() >= power
+        enough = _found(drawn + middle, query_error, wide, alternative, comparisons).mean() >= power
         low, high = (low, middle) if enough else (middle, high)
     return high
 
 
-def _found(differences, query_error, freedom, alternative, comparisons) -> np.ndarray:  # (experiments,) bool
+def _found(differences, query_error, wide, alternative, comparisons) -> np.ndarray:  # (experiments,) bool
     "In which of many experiments, (experiments, seeds), the verdict would be `ahead` (or `behind`, by its mirror image)."
     seeds, centre = differences.shape[1], differences.mean(axis=1)
     error = np.sqrt(differences.var(axis=1, ddof=1) / seeds + query_error**2)
-    clear = centre > t_quantile(0.975, freedom) * error
+    clear = centre > wide * error
     if seeds > 10:  # the interval decides there
         return clear
     signs = 1 - 2.0 * (np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1)
@@ -250,3 +272,90 @@ def _found(differences, query_error, freedom, alternative, comparisons) -> np.nd
     sums = np.abs(sums) if alternative == "two-sided" else sums
     share = (sums >= seeds * centre[:, None] - 1e-9 * np.abs(differences).sum(axis=1, keepdims=True)).mean(axis=1)
     return clear & (share * comparisons <= 0.05)
+
+# %% ../nbs/58_significance.ipynb #88e02fdb
+def upper_spread(
+    spread: float,  # standard deviation of the differences, as estimated
+    seeds: int,     # from so many, 2 or more
+) -> float:
+    "A standard deviation that the true one is below in four of five cases."
+    freedom = seeds - 1
+    part = 2 / (9 * freedom)
+    chi_square = freedom * max(1e-3, 1 - part - 0.841621 * math.sqrt(part)) ** 3
+    return spread * math.sqrt(freedom / chi_square)
+
+# %% ../nbs/58_significance.ipynb #3b7186dd
+def what_it_rests_on(found: Difference, digits: int = 3) -> str:
+    "Interval, p and the detectable difference in words; of one run an arm, how far runs of this size differ anyway."
+    number = lambda value: f"{value:+.{digits}f}"
+    size = None if found.detectable is None else f"{found.detectable:.{digits}f}"
+    if found.seeds and found.p is None:
+        runs = "one run an arm" if found.seeds == 1 else "only means are known"
+        if not found.queries:
+            return f"{runs}, and how many queries it rests on is not recorded"
+        reach = f"what {found.queries:,} queries alone can tell; the noise of seeds is not in it"
+        return f"{runs}: runs of this size differ by about ±{size} or more ({reach})"
+    clusters = f" in {found.clusters} clusters" if found.clusters else ""
+    over = f"{found.queries:,} queries{clusters}"
+    if not found.seeds:
+        return f"95 % interval over {over}: {number(found.low)} to {number(found.high)}; {size} would be found in four of five cases"
+    several = f", Holm's for {found.comparisons}" if found.comparisons > 1 else ""
+    sided = f"{found.alternative} p = {found.p:.2g}{several}"
+    parts = [f"95 % interval over {found.seeds} seeds and {over}: {number(found.low)} to {number(found.high)}", sided]
+    if found.verdict == "open":
+        enough = seeds_needed(found.alternative, found.comparisons)
+        return "; ".join([*parts, f"{found.seeds} seeds cannot give p of 0.05 or less, whatever they show; {enough} can"])
+    return "; ".join([*parts, f"{size} would be found in four of five cases"])
+
+# %% ../nbs/58_significance.ipynb #d2b49422
+def compare_runs(
+    a,  # (seeds, queries) a figure of every query, higher is better; or (queries,)
+    b,  # the same of what it is held against, a row a seed in the same order; or (queries,) where it has no seeds
+    clusters: Sequence | None = None,  # (queries,) package or document of each
+    alternative: str = "two-sided",    # see `sign_flip`
+    comparisons: int = 1,              # that are corrected together; `compare_with` does it
+    samples: int = 10_000,             # see `two_level_bootstrap`
+) -> Difference:
+    "Two ways of training, by pairs of runs; without a verdict where there is one pair. InputError unless they are pairs."
+    a, b = np.atleast_2d(np.asarray(a, dtype=np.float64)), np.atleast_2d(np.asarray(b, dtype=np.float64))
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or (len(a) != len(b) and min(len(a), len(b)) != 1):
+        raise InputError(f"runs are compared by pairs, one figure for each of the same queries; got {a.shape} and {b.shape}")
+    differences = a - b
+    if not np.isfinite(differences).all():
+        raise InputError(f"query {np.argwhere(~np.isfinite(differences))[0][1]}: its figure is not finite")
+    means = two_level_bootstrap(differences, clusters, samples)
+    spread, error, freedom = error_parts(differences, clusters, means)
+    centre, seeds = float(differences.mean()), len(differences)
+    low, high = stretched_interval(means, centre, freedom)
+    p = sign_flip(differences.mean(axis=1), alternative).p if seeds > 1 else None
+    spread = upper_spread(spread, seeds) if seeds > 1 else spread
+    seen = detectable_difference(seeds, spread, error, freedom, alternative, comparisons)
+    number = 0 if clusters is None else len(set(clusters))
+    seen = None if math.isinf(seen) else seen
+    return Difference(centre, low, high, p, differences.shape[1], seeds, number, seen, alternative, comparisons)
+
+
+def compare_with(
+    arms: Mapping,  # name → (seeds, queries), see `compare_runs`
+    reference,      # what all of them are held against
+    clusters: Sequence | None = None,
+    alternative: str = "two-sided",
+) -> dict[str, Difference]:
+    "Several arms against one; p is Holm's."
+    found = {name: compare_runs(figures, reference, clusters, alternative, len(arms)) for name, figures in arms.items()}
+    tested = [name for name in found if found[name].p is not None]
+    adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
+    return {name: replace(one, p=adjusted.get(name)) for name, one in found.items()}
+
+# %% ../nbs/58_significance.ipynb #576a7f19
+def compare_means(
+    first: float,   # a figure in [0, 1], mean over the queries
+    second: float,  # the same figure of another model
+    queries: int | None,  # None = not recorded
+    seeds: int = 1,
+) -> Difference:
+    "Two means without the figures of each query: never a verdict, but the bound of `noise`."
+    difference = first - second
+    error = noise(first, second, queries) / 2 if queries else math.inf
+    seen = (1.96 + 0.8416) * error if queries else None
+    return Difference(difference, difference - 2 * error, difference + 2 * error, None, queries or 0, max(1, seeds), detectable=seen)
