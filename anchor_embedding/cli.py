@@ -29,7 +29,7 @@ def quickstart(args: argparse.Namespace) -> None:
     from anchor_embedding.recipe import load_recipe
 
     given = [f"{key}={value}" for key in ("base", "data", "steps") if (value := getattr(args, key)) is not None]
-    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say)
+    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say, seeds=args.seeds)
 
 # %% ../nbs/70_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
@@ -64,7 +64,7 @@ def tournament(args: argparse.Namespace) -> None:
         from anchor_embedding.benchmark import TaskEvaluator
 
         tasks = TaskEvaluator(args.tasks, args.data_dir)
-    given = {"heldout": args.heldout, "tasks": tasks, "say": _say}
+    given = {"heldout": args.heldout, "tasks": tasks, "say": _say, "seeds": args.seeds, "alternative": args.alternative}
     run_tournament(args.recipes, args.out, args.budget, args.amount, args.every, args.set, **given)
 
 # %% ../nbs/70_cli.ipynb #8d9c89b9
@@ -285,6 +285,7 @@ def bench(args: argparse.Namespace) -> None:
 _RECIPE = {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"}
 _SET = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "change a setting; may be repeated"}
 _DTYPE = {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of the weights and products"}
+_SEEDS = {"type": int, "default": 1, "metavar": "N", "help": "runs of every arm; six or more for a verdict (default: 1)"}
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
@@ -302,6 +303,7 @@ def _training_commands(commands) -> None:
     words.add_argument("--base", metavar="NAME_OR_PATH", help="base model (default: SmolLM2-135M-Instruct)")
     words.add_argument("--data", metavar="PATH", help="pairs of your own (default: docstrings of the installed packages)")
     words.add_argument("--steps", type=int, metavar="N", help="steps of every stage")
+    words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--set", **_SET)
     words = _command(commands, train)
     words.add_argument("recipe", **_RECIPE)
@@ -325,6 +327,9 @@ def _rival_commands(commands) -> None:
     words.add_argument("--every", type=float, metavar="N", help="of the budget, between evaluations (default: an eighth)")
     words.add_argument("--out", type=Path, default=Path("runs/tournament"), metavar="DIR", help="for runs and results (default: runs/tournament)")
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument("--seeds", **_SEEDS)
+    fixed = "of the test against the first contestant; another than two-sided only where it was fixed before the runs"
+    words.add_argument("--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed)
     words.add_argument("--tasks", metavar="TASKS", help="of MTEB, scored beside them")
     words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
     words.add_argument("--set", **_SET)
