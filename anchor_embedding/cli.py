@@ -64,7 +64,8 @@ def tournament(args: argparse.Namespace) -> None:
         from anchor_embedding.benchmark import TaskEvaluator
 
         tasks = TaskEvaluator(args.tasks, args.data_dir)
-    given = {"heldout": args.heldout, "tasks": tasks, "say": _say, "seeds": args.seeds, "alternative": args.alternative}
+    given = {"heldout": args.heldout, "tasks": tasks, "say": _say, "seeds": args.seeds}
+    given |= {"alternative": args.alternative, "part": args.part}
     run_tournament(args.recipes, args.out, args.budget, args.amount, args.every, args.set, **given)
 
 # %% ../nbs/70_cli.ipynb #8d9c89b9
@@ -227,8 +228,8 @@ def sweep_steps(args: argparse.Namespace) -> None:
     embedder = Embedder.from_pretrained(args.model, dtype=args.dtype)
     if embedder.soft_tokens is None:
         raise InputError(f"{args.model} has no soft tokens to sweep; train one with the objective 'refinement', for example `smollm2-135m/gircse`")
-    pairs = split_pairs(args.data, args.heldout, args.seed)
-    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout])
+    pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
+    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout], pairs.clusters)
     rows = sweep_model(embedder, heldout, args.refine_steps)
     if args.json:
         from anchor_embedding.files import write_text
@@ -286,6 +287,7 @@ _RECIPE = {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) o
 _SET = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "change a setting; may be repeated"}
 _DTYPE = {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of the weights and products"}
 _SEEDS = {"type": int, "default": 1, "metavar": "N", "help": "runs of every arm; six or more for a verdict (default: 1)"}
+_PART = {"choices": ("test", "development"), "help": "held-out pairs that judge: development to choose settings, test to show results"}
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
@@ -328,6 +330,7 @@ def _rival_commands(commands) -> None:
     words.add_argument("--out", type=Path, default=Path("runs/tournament"), metavar="DIR", help="for runs and results (default: runs/tournament)")
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
     words.add_argument("--seeds", **_SEEDS)
+    words.add_argument("--part", **_PART, default="test")
     fixed = "of the test against the first contestant; another than two-sided only where it was fixed before the runs"
     words.add_argument("--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed)
     words.add_argument("--tasks", metavar="TASKS", help="of MTEB, scored beside them")
@@ -338,6 +341,7 @@ def _rival_commands(commands) -> None:
     words.add_argument("--refine-steps", type=int, default=20, metavar="K", help="most soft tokens (default: 20)")
     words.add_argument("--data", default="docstrings", metavar="SOURCE", help="pairs to hold some out from (default: docstrings)")
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument("--part", **_PART, default="development")
     words.add_argument("--seed", type=int, default=42, help="of their choice; the recipe's, so that none was trained on (default: 42)")
     words.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there, with times and what it rests on")

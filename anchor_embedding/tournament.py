@@ -233,8 +233,8 @@ def play(entered: Mapping, out: Path, base: str, pairs: SplitPairs, judge: Calla
 class Judge:
     "What `train` calls at every evaluation: a line of held-out retrieval with its ranks, and one for each task."
 
-    def __init__(self, pairs: Sequence[Example], tasks: Callable[[Embedder], list[dict]] | None, say: Callable[[str], None]):
-        self.heldout = HeldoutRetrieval([pair.query for pair in pairs], [pair.positive for pair in pairs])
+    def __init__(self, pairs: Sequence[Example], tasks: Callable[[Embedder], list[dict]] | None, say: Callable[[str], None], clusters=()):
+        self.heldout = HeldoutRetrieval([pair.query for pair in pairs], [pair.positive for pair in pairs], clusters)
         self.tasks, self.say = tasks, say
 
     def __call__(self, embedder: Embedder) -> list[dict]:
@@ -284,6 +284,7 @@ def tournament(
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
     seeds: int = 1,              # runs of every contestant; those of one seed are a pair
+    part: str = "test",          # held-out pairs that judge: "test" shows, "development" chooses settings
     alternative: str = "two-sided",  # to the first contestant; "greater" or "less" only where it was fixed beforehand
 ) -> dict:  # the report, as in tournament.json
     "Train and judge every contestant within the same budget; what is finished is not done again. Raises `InputError`, and `Stopped` like `train`."
@@ -293,7 +294,7 @@ def tournament(
     first = first_stage(entrants)
     numbers = seed_numbers(first.seed, seeds)
     base = resolve_base(first.base, say)
-    pairs = pairs or split_pairs(first.data, heldout, first.seed, first.on_bad_row)
+    pairs = (pairs or split_pairs(first.data, heldout, first.seed, first.on_bad_row)).part(part)
     asked = {"budget": budget, "amount": amount, "every": every, "pairs": fingerprint(pairs.train), "heldout": fingerprint(pairs.heldout)}
     asked |= {"alternative": alternative, "tasks": list(getattr(tasks, "tasks", ()))}
     asked |= {"lengths": measured_lengths(pairs.train, read_tokenizer(base.path))}
@@ -301,7 +302,7 @@ def tournament(
     ways = {"steps": lambda e: dict.fromkeys(e.stages, 1.0), "flops": lambda e: flops[e.name]}
     ways["seconds"] = lambda e: seconds_per_step(e, base.path, pairs)
     entered = enter_seeds(entrants, out, numbers, asked, ways[budget])
-    judge = Judge(pairs.heldout, tasks, say)
+    judge = Judge(pairs.heldout, tasks, say, pairs.clusters)
     folders = {seed: play(entered[seed], seed_folder(out, seed, first.seed), base.path, pairs, judge, progress, say) for seed in numbers}
     entrants = {name: ready for name, (ready, _) in entered[first.seed].items()}
     report = {"name": "tournament", "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "seeds": numbers, **asked}
@@ -343,7 +344,8 @@ def judged(
         "base": bare(untouched),
         "bm25": judge.heldout.bm25(),
         "ranks": ranks,
-        "differences": differences(ranks, None, alternative),
+        "clusters": judge.heldout.clusters,
+        "differences": differences(ranks, judge.heldout.clusters, alternative),
     }
 
 # %% ../nbs/67_tournament.ipynb #389e29c6
