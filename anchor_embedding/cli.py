@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['quickstart', 'train', 'tournament', 'encode', 'recipes', 'plan', 'data', 'mine', 'evaluate', 'sweep', 'sweep_steps',
-           'compare', 'read', 'export', 'bench', 'main']
+           'aa_check', 'compare', 'read', 'export', 'bench', 'main']
 
 # %% ../nbs/70_cli.ipynb #a0f6a462
 import argparse
@@ -245,6 +245,18 @@ def sweep_steps(args: argparse.Namespace) -> None:
     for row in rows:
         print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
 
+# %% ../nbs/70_cli.ipynb #5a133e65
+def aa_check(args: argparse.Namespace) -> None:
+    "Whether comparisons keep their word: a method against itself, and with a planted difference."
+    from anchor_embedding.tournament import aa_check as check
+
+    record = check(args.out, args.tournaments, args.seeds, args.runs, args.steps, say=_say)
+    if args.json:
+        from anchor_embedding.files import write_text
+
+        write_text(args.json, json.dumps(record, indent=1) + "\n")
+    print(json.dumps({key: record[key] for key in ("tournaments", "seeds", "same", "planted", "different")}))
+
 # %% ../nbs/70_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
     "Scores beside the paper's, by task and category."
@@ -336,6 +348,7 @@ def _rival_commands(commands) -> None:
     words.add_argument("--tasks", metavar="TASKS", help="of MTEB, scored beside them")
     words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
     words.add_argument("--set", **_SET)
+    _check_command(commands)
     words = _command(commands, sweep_steps, "sweep-steps")
     words.add_argument("model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name")
     words.add_argument("--refine-steps", type=int, default=20, metavar="K", help="most soft tokens (default: 20)")
@@ -347,6 +360,16 @@ def _rival_commands(commands) -> None:
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there, with times and what it rests on")
     words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
     words.add_argument("--dtype", **_DTYPE)
+
+# %% ../nbs/70_cli.ipynb #41775e66
+def _check_command(commands) -> None:
+    words = _command(commands, aa_check, "aa-check")
+    words.add_argument("--out", type=Path, default=Path("runs/aa-check"), metavar="DIR", help="for the tiny runs (default: runs/aa-check)")
+    words.add_argument("--tournaments", type=int, default=200, metavar="N", help="of the method against itself (default: 200)")
+    words.add_argument("--seeds", type=int, default=6, metavar="N", help="runs on each side (default: 6)")
+    words.add_argument("--runs", type=int, default=36, metavar="N", help="they are drawn from (default: 36)")
+    words.add_argument("--steps", type=int, default=30, metavar="N", help="of training, each (default: 30)")
+    words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
 
 # %% ../nbs/70_cli.ipynb #3bc80ea5
 def _telling_commands(commands) -> None:

@@ -6,11 +6,13 @@
 __all__ = ['NO_DIFFERENCE', 'EQUAL', 'BUDGETS', 'REFERENCES', 'HUES', 'entrants_of', 'same_stages', 'contestants',
            'check_equal_footing', 'stretched', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request',
            'enter_seeds', 'play', 'Judge', 'scores_of', 'course', 'tournament', 'first_stage', 'judged', 'differences',
-           'against_first', 'standings', 'verdict_lines', 'plot_tournament', 'publish', 'sweep_record']
+           'against_first', 'standings', 'verdict_lines', 'plot_tournament', 'publish', 'sweep_record', 'tiny_pairs',
+           'same_method_runs', 'against_itself', 'aa_check']
 
 # %% ../nbs/67_tournament.ipynb #36beccb3
 import itertools
 import json
+import random
 import re
 import tempfile
 import time
@@ -60,6 +62,7 @@ from anchor_embedding.report import (
 from .runs import read_log, source_commit
 from .significance import ALTERNATIVES, Difference, compare_with, paired_bootstrap
 from .smollm2 import resolve_base
+from .testing import PROSE, tiny_model, tiny_tokenizer
 from .training import device_name, instructions_record, train
 
 # %% ../nbs/67_tournament.ipynb #d931d4de
@@ -485,3 +488,69 @@ def _run(card: dict) -> dict:
     "A run's recipe, its base by name and not by where it lay."
     recipe = card["recipe"]
     return {"recipe": recipe | {"base": Path(recipe["base"]).name}}
+
+# %% ../nbs/67_tournament.ipynb #2162148d
+def tiny_pairs(number: int = 800, heldout: int = 240) -> SplitPairs:
+    "Made-up pairs: a text of six of forty words, and four of them as its query; four held-out queries make a cluster."
+    draw, words = random.Random(0), sorted(set(PROSE.split()))[:40]
+    rows = []
+    for _ in range(number):
+        text = draw.sample(words, 6)
+        rows.append(Example(" ".join(draw.sample(text, 4)), " ".join(text), (), "made up"))
+    return SplitPairs(rows[heldout:], rows[:heldout], {"data": "made up"}, [place // 4 for place in range(heldout)])
+
+
+def same_method_runs(
+    out: Path,
+    runs: int = 36,   # seeds
+    steps: int = 30,  # of training, each
+    say: Callable[[str], None] = print,
+) -> dict:  # report of a tournament with one contestant
+    "Real runs of one recipe that differ in the seed alone."
+    base = out / "base"
+    if not base.exists():
+        tiny_model("llama").save_pretrained(base)
+        tiny_tokenizer("smollm2").save_pretrained(base)
+    settings = [f"base={base}", "data=made up", "batch_size=32", "max_length=48", "dtype=float32", "tuning=full", "learning_rate=2e-2"]
+    given = {"amount": steps, "every": steps, "overrides": settings, "pairs": tiny_pairs(), "progress": False, "say": say}
+    return tournament(["baseline"], out / "runs", seeds=runs, **given)
+
+# %% ../nbs/67_tournament.ipynb #66f6a5d0
+def against_itself(
+    report: dict,  # of `same_method_runs`
+    tournaments: int = 200,
+    seeds: int = 6,        # runs on each side
+    planted: float = 0.0,  # what one side is made better by
+) -> list[Difference]:
+    "Tournaments of a method against itself, of runs drawn at random without one on both sides."
+    figures, draw = seed_figures(report, next(iter(report["arms"]))), np.random.default_rng(0)
+    if len(figures) < 2 * seeds:
+        raise InputError(f"{len(figures)} runs are too few for {seeds} on each side; train at least {2 * seeds}")
+    found = []
+    for _ in range(tournaments):
+        drawn = draw.permutation(len(figures))
+        one, other = figures[drawn[:seeds]] + planted, figures[drawn[seeds : 2 * seeds]]
+        found.append(compare_with({"again": one}, other, report["clusters"])["again"])
+    return found
+
+
+def aa_check(
+    out: str | Path,  # for the runs, which are kept
+    tournaments: int = 200,
+    seeds: int = 6,  # runs on each side
+    runs: int = 36,  # they are drawn from
+    steps: int = 30,
+    say: Callable[[str], None] = print,
+) -> dict:  # the record
+    "How often a method is told from itself, and how often a difference of the stated size is found."
+    report = same_method_runs(Path(out), runs, steps, say)
+    means = seed_figures(report, "baseline").mean(axis=1)
+    nothing = against_itself(report, tournaments, seeds)
+    size = float(np.median([one.detectable for one in nothing]))
+    there = against_itself(report, tournaments, seeds, size)
+    count = lambda found: {word: sum(one.verdict == word for one in found) for word in ("ahead", "behind", "level")}
+    about = {"created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "commit": source_commit()}
+    about |= {"device": report["card"]["device"], "queries": nothing[0].queries, "clusters": nothing[0].clusters}
+    about |= {"command": f"anchor aa-check --tournaments {tournaments} --seeds {seeds} --runs {runs} --steps {steps}"}
+    kept = {"tournaments": tournaments, "seeds": seeds, "runs": [round(float(mean), 4) for mean in means], "steps": steps}
+    return {"name": "aa-check", "about": about, **kept, "same": count(nothing), "planted": round(size, 4), "different": count(there)}

@@ -12,9 +12,19 @@ from anchor_embedding.data import Example
 from anchor_embedding.errors import InputError
 from anchor_embedding.pipeline import SplitPairs
 from anchor_embedding.recipe import from_toml, load_recipe
+from anchor_embedding.report import seed_figures
 from anchor_embedding.runs import read_log
+from anchor_embedding.significance import paired_bootstrap
 from anchor_embedding.testing import PROSE
-from anchor_embedding.tournament import contestants, differences, entrants_of, spend, tournament
+from anchor_embedding.tournament import (
+    against_itself,
+    contestants,
+    differences,
+    entrants_of,
+    same_method_runs,
+    spend,
+    tournament,
+)
 
 WORDS, DRAW = PROSE.split(), random.Random(0)
 ROWS = [Example(" ".join(DRAW.sample(WORDS, 4)), " ".join(DRAW.sample(WORDS, 10)), (), "prose") for _ in range(60)]
@@ -266,3 +276,30 @@ def test_command_line_refuses(base, file, tmp_path, capsys):
     assert "`base` differs" in failure(capsys, "tournament", "--recipes", "quickstart", "stage1", "--amount", 4, *out)
     assert "the budget of 1e-06 leaves" in failure(capsys, *words(base, file), "--budget", "flops", "--amount", 1e-6, "--every", 1e-6, *out)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def same_method(tmp_path_factory):
+    """(folder, report) of sixteen runs of one method."""
+    out = tmp_path_factory.mktemp("aa")
+    return out, same_method_runs(out, runs=16, say=lambda text: None)
+
+
+def test_a_method_is_not_told_from_itself_and_a_planted_difference_is_found(same_method, tmp_path, capsys):
+    out, _ = same_method
+    asked = ["--out", out, "--tournaments", 60, "--runs", 16, "--json", tmp_path / "aa.json"]
+    assert main(["aa-check", *map(str, asked)]) == 0
+    record = json.loads((tmp_path / "aa.json").read_text())
+    assert json.loads(capsys.readouterr().out)["same"] == record["same"]
+    assert len(set(record["runs"])) > 8, "the runs must differ"
+    assert record["same"]["ahead"] + record["same"]["behind"] <= 5  # 8 % of 60
+    assert record["different"]["ahead"] >= 48 and record["different"]["behind"] == 0
+    assert {"command", "commit", "device", "created"} <= record["about"].keys()
+
+
+def test_queries_alone_tell_a_method_from_itself_and_seeds_do_not(same_method):
+    _, report = same_method
+    figures = seed_figures(report, "baseline")
+    verdicts = [paired_bootstrap(one, other, samples=1000).verdict for i, one in enumerate(figures) for other in figures[:i]]
+    assert verdicts.count("level") < 0.8 * len(verdicts)  # intervals of the queries of one run each
+    assert sum(one.verdict != "level" for one in against_itself(report, 50)) <= 4
