@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['quickstart', 'train', 'tournament', 'encode', 'recipes', 'plan', 'data', 'mine', 'evaluate', 'sweep', 'sweep_steps',
-           'compare', 'ceiling', 'read', 'export', 'bench', 'main']
+           'aa_check', 'compare', 'ceiling', 'read', 'export', 'bench', 'main']
 
 # %% ../nbs/70_cli.ipynb #a0f6a462
 import argparse
@@ -30,7 +30,7 @@ def quickstart(args: argparse.Namespace) -> None:
     from anchor_embedding.recipe import load_recipe
 
     given = [f"{key}={value}" for key in ("base", "data", "steps") if (value := getattr(args, key)) is not None]
-    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say)
+    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say, seeds=args.seeds)
 
 # %% ../nbs/70_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
@@ -65,7 +65,8 @@ def tournament(args: argparse.Namespace) -> None:
         from anchor_embedding.benchmark import TaskEvaluator
 
         tasks = TaskEvaluator(args.tasks, args.data_dir)
-    given = {"heldout": args.heldout, "tasks": tasks, "say": _say}
+    given = {"heldout": args.heldout, "tasks": tasks, "say": _say, "seeds": args.seeds}
+    given |= {"alternative": args.alternative, "part": args.part}
     run_tournament(args.recipes, args.out, args.budget, args.amount, args.every, args.set, **given)
 
 # %% ../nbs/70_cli.ipynb #8d9c89b9
@@ -230,8 +231,8 @@ def sweep_steps(args: argparse.Namespace) -> None:
     embedder = Embedder.from_pretrained(args.model, dtype=args.dtype)
     if embedder.soft_tokens is None:
         raise InputError(f"{args.model} has no soft tokens to sweep; train one with the objective 'refinement', for example `smollm2-135m/gircse`")
-    pairs = split_pairs(args.data, args.heldout, args.seed)
-    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout])
+    pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
+    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout], pairs.clusters)
     rows = sweep_model(embedder, heldout, args.refine_steps)
     if args.json:
         from anchor_embedding.files import write_text
@@ -246,6 +247,18 @@ def sweep_steps(args: argparse.Namespace) -> None:
             plot_sweep({args.model: rows}, embedder.soft_tokens.steps).savefig(aside, format=args.plot.suffix.removeprefix(".") or "png")
     for row in rows:
         print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
+
+# %% ../nbs/70_cli.ipynb #5a133e65
+def aa_check(args: argparse.Namespace) -> None:
+    "Whether comparisons keep their word: a method against itself, and with a planted difference."
+    from anchor_embedding.tournament import aa_check as check
+
+    record = check(args.out, args.tournaments, args.seeds, args.runs, args.steps, say=_say)
+    if args.json:
+        from anchor_embedding.files import write_text
+
+        write_text(args.json, json.dumps(record, indent=1) + "\n")
+    print(json.dumps({key: record[key] for key in ("tournaments", "seeds", "same", "planted", "different")}))
 
 # %% ../nbs/70_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
@@ -333,6 +346,8 @@ def bench(args: argparse.Namespace) -> None:
 _RECIPE = {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"}
 _SET = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "change a setting; may be repeated"}
 _DTYPE = {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of the weights and products"}
+_SEEDS = {"type": int, "default": 1, "metavar": "N", "help": "runs of every arm; six or more for a verdict (default: 1)"}
+_PART = {"choices": ("test", "development"), "help": "held-out pairs that judge: development to choose settings, test to show results"}
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
@@ -350,6 +365,7 @@ def _training_commands(commands) -> None:
     words.add_argument("--base", metavar="NAME_OR_PATH", help="base model (default: SmolLM2-135M-Instruct)")
     words.add_argument("--data", metavar="PATH", help="pairs of your own (default: docstrings of the installed packages)")
     words.add_argument("--steps", type=int, metavar="N", help="steps of every stage")
+    words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--set", **_SET)
     words = _command(commands, train)
     words.add_argument("recipe", **_RECIPE)
@@ -373,19 +389,35 @@ def _rival_commands(commands) -> None:
     words.add_argument("--every", type=float, metavar="N", help="of the budget, between evaluations (default: an eighth)")
     words.add_argument("--out", type=Path, default=Path("runs/tournament"), metavar="DIR", help="for runs and results (default: runs/tournament)")
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument("--seeds", **_SEEDS)
+    words.add_argument("--part", **_PART, default="test")
+    fixed = "of the test against the first contestant; another than two-sided only where it was fixed before the runs"
+    words.add_argument("--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed)
     words.add_argument("--tasks", metavar="TASKS", help="of MTEB, scored beside them")
     words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
     words.add_argument("--set", **_SET)
+    _check_command(commands)
     words = _command(commands, sweep_steps, "sweep-steps")
     words.add_argument("model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name")
     words.add_argument("--refine-steps", type=int, default=20, metavar="K", help="most soft tokens (default: 20)")
     words.add_argument("--data", default="docstrings", metavar="SOURCE", help="pairs to hold some out from (default: docstrings)")
     words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument("--part", **_PART, default="development")
     words.add_argument("--seed", type=int, default=42, help="of their choice; the recipe's, so that none was trained on (default: 42)")
     words.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there, with times and what it rests on")
     words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
     words.add_argument("--dtype", **_DTYPE)
+
+# %% ../nbs/70_cli.ipynb #41775e66
+def _check_command(commands) -> None:
+    words = _command(commands, aa_check, "aa-check")
+    words.add_argument("--out", type=Path, default=Path("runs/aa-check"), metavar="DIR", help="for the tiny runs (default: runs/aa-check)")
+    words.add_argument("--tournaments", type=int, default=200, metavar="N", help="of the method against itself (default: 200)")
+    words.add_argument("--seeds", type=int, default=6, metavar="N", help="runs on each side (default: 6)")
+    words.add_argument("--runs", type=int, default=36, metavar="N", help="they are drawn from (default: 36)")
+    words.add_argument("--steps", type=int, default=30, metavar="N", help="of training, each (default: 30)")
+    words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
 
 # %% ../nbs/70_cli.ipynb #3bc80ea5
 def _telling_commands(commands) -> None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic_ranks', 'unit', 'retrieval_ranks',
-           'retrieval_metrics', 'mean_cosine', 'bm25_scores', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'same_text',
-           'HeldoutRetrieval', 'example_searches']
+           'retrieval_metrics', 'mean_cosine', 'bm25_scores', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected',
+           'same_text', 'HeldoutRetrieval', 'example_searches']
 
 # %% ../nbs/55_evaluation.ipynb #f6b67f2d
 from collections.abc import Callable, Sequence
@@ -199,6 +199,25 @@ def top_hits(
     "The indices of the k highest scores; equal scores keep the order of the documents."
     return np.argsort(-np.asarray(scores), axis=-1, kind="stable")[..., :k]
 
+# %% ../nbs/55_evaluation.ipynb #0ae6e2ef
+def connected(
+    members: Sequence,  # n lists of names
+) -> list[int]:  # n group numbers, counted as they are met
+    "Groups of lists that share a name, directly or through others."
+    parent = {}
+
+    def root(name):
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for names in members:
+        for name in names[1:]:
+            parent[root(name)] = root(names[0])
+    roots = [root(names[0]) for names in members]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(roots))}
+    return [numbers[name] for name in roots]
+
 # %% ../nbs/55_evaluation.ipynb #2e3f049c
 def same_text(text: str) -> str:
     "What texts have in common that differ in nothing but case and spaces."
@@ -212,6 +231,7 @@ class HeldoutRetrieval:
         self,
         queries: Sequence[str],    # n texts, which may repeat themselves
         positives: Sequence[str],  # n texts, the document of each query
+        clusters: Sequence | None = None,  # n labels, such as packages; None = queries that share a document
     ):
         asked, documents, relevant = {}, {}, {}
         for query, positive in zip(queries, positives, strict=False):
@@ -224,6 +244,9 @@ class HeldoutRetrieval:
         place = {name: row for row, name in enumerate(documents)}
         self.queries, self.documents = list(asked.values()), list(documents.values())
         self.relevant = [[place[name] for name in relevant[query]] for query in asked]  # rows of documents, for every query
+        labels = {same_text(query): label for query, label in zip(reversed(queries), reversed(clusters or ()), strict=False)}
+        groups = [labels[query] for query in asked] if clusters else connected(self.relevant)
+        self.clusters = groups if len(set(groups)) > 1 else None  # of every query
         self.ignored = [[place[query]] if query in place.keys() - relevant[query].keys() else [] for query in asked]
 
     def ranks(self, query_vectors: np.ndarray, document_vectors: np.ndarray) -> list:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'CATEGORIES', 'HELDOUT', 'SETTINGS', 'paper_table', 'paper_tasks', 'paper_scores', 'paper_averages',
-           'gather_scores', 'Comparison', 'comparison_rows', 'query_differences', 'compare', 'paper_early_stage',
-           'early_scores', 'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars', 'plot_stages',
-           'plot_alpha', 'plot_categories']
+           'gather_scores', 'Comparison', 'comparison_rows', 'compared_models', 'query_differences', 'compare',
+           'paper_early_stage', 'early_scores', 'mean_over_tasks', 'draw_arms', 'plot_early_scores', 'draw_bars',
+           'plot_stages', 'plot_alpha', 'plot_categories']
 
 # %% ../nbs/62_paper.ipynb #27971fa1
 import html
@@ -23,13 +23,14 @@ from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from .errors import InputError
 from .files import write_text
 from .report import COLOURS, CSS, INK, MARKERS, colour, end_labels, new_figure, style, whole_steps
-from .significance import paired_bootstrap
+from .significance import Difference, compare_with
 
 # %% ../nbs/62_paper.ipynb #11b30546
 TABLES = {
@@ -205,7 +206,7 @@ def _group(named) -> dict[str, list[dict]]:
     for scores, path in named:
         recipe, label = _recipe(scores, path) or {}, _label(scores, path)
         step = label.split()[-1] if "step-" in label else ""
-        key, seed = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True), recipe.get("seed")
+        key, seed = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True), recipe.get("seed", scores.get("seed"))
         fits = lambda one, key=key, seed=seed, scores=scores: members[one][0] == key and seed not in members[one][1] and not any(
             _other_data(scores, run) for run in groups[one])
         shared = next((one for one in groups if recipe and fits(one)), None)
@@ -214,7 +215,7 @@ def _group(named) -> dict[str, list[dict]]:
             label, number = f"{first} ({number})", number + 1
         label = shared or label
         members.setdefault(label, (key, set()))[1].add(seed)
-        groups.setdefault(label, []).append(scores)
+        groups.setdefault(label, []).append(scores | {"seed": seed})
     return groups
 
 # %% ../nbs/62_paper.ipynb #d4668fc8
@@ -348,43 +349,79 @@ def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]
     for task in [] if _unlike(one, other) else _queries_of_both(one, other):
         sides = [run["queries"][task]["scores"] for run in (one, other)]
         if task not in other_data and sides[0].keys() == sides[1].keys() and len(sides[0]) > 1:
-            found[task] = tuple([100 * side[query] for query in sides[0]] for side in sides)
+            found[task] = tuple([100 * side[query] for query in sorted(sides[0])] for side in sides)
     return found
 
 # %% ../nbs/62_paper.ipynb #6aba6c29
+def _pairs_of_runs(others: list[dict], runs: list[dict]) -> list[tuple[dict, dict]]:
+    "Runs of two models that belong together: those of one seed, or the only one of each."
+    if len(others) == len(runs) == 1:
+        return [(others[0], runs[0])]
+    by_seed = {run.get("seed"): run for run in others if run.get("seed") is not None}
+    return [(by_seed[run["seed"]], run) for run in runs if run.get("seed") in by_seed]
+
+
+def _tables(pairs: list[tuple[dict, dict]]) -> dict[str, tuple[list, list]]:
+    "Task → (seeds, queries) points of both sides, of tasks whose queries are the same in all pairs of runs."
+    found = [_of_both(*pair) for pair in pairs]
+    asked = lambda task: {frozenset(run["queries"][task]["scores"]) for pair in pairs for run in pair}
+    tasks = [task for task in (found[0] if found else {}) if all(task in one for one in found) and len(asked(task)) == 1]
+    return {task: tuple([one[task][side] for one in found] for side in (0, 1)) for task in tasks}
+
+
+def compared_models(
+    scores,  # see `gather_scores`
+) -> list[tuple[str, str, str, Difference]]:  # model, what it is held against, task, in points
+    "Every two models on every task whose queries both have; p of all that are held against one on a task is Holm's."
+    groups, found = gather_scores(scores), []
+    for than, others in groups.items():
+        later = list(groups)[list(groups).index(than) + 1 :]
+        tables = {model: _tables(_pairs_of_runs(others, groups[model])) for model in later}
+        for task in dict.fromkeys(task for table in tables.values() for task in table):
+            arms = {model: table[task] for model, table in tables.items() if task in table}
+            differences = {model: np.asarray(mine) - np.asarray(theirs) for model, (theirs, mine) in arms.items()}
+            nothing = np.zeros(next(iter(differences.values())).shape[1:])
+            found += [(model, than, task, one) for model, one in compare_with(differences, nothing).items()]
+    return found
+
+# %% ../nbs/62_paper.ipynb #096303dd
 def query_differences(
-    scores,  # see `gather_scores`; of models with one run each
-) -> pd.DataFrame:  # model, than, task, points, low, high, p, queries, verdict
-    "Every two models on every task whose queries both have: a paired bootstrap over the queries (`significance`)."
-    alone = [(label, runs[0]) for label, runs in gather_scores(scores).items() if len(runs) == 1]
-    rows = []
-    for (than, other), (model, one) in combinations(alone, 2):
-        for task, (a, b) in _of_both(one, other).items():
-            d = paired_bootstrap(a, b)
-            rows.append([model, than, task, d.difference, d.low, d.high, d.p, d.queries, d.verdict])
-    return pd.DataFrame(rows, columns=["model", "than", "task", "points", "low", "high", "p", "queries", "verdict"])
+    scores,  # see `gather_scores`
+) -> pd.DataFrame:  # model, than, task, points, low, high, p, queries, seeds, detectable, verdict
+    "`compared_models` as a table; `verdict` is open where there is one run of each."
+    keys = ("difference", "low", "high", "p", "queries", "seeds", "detectable", "verdict")
+    rows = [[model, than, task, *(getattr(one, key) for key in keys)] for model, than, task, one in compared_models(scores)]
+    return pd.DataFrame(rows, columns=["model", "than", "task", "points", *keys[1:]])
+
+
+def _told(model: str, task: str, found: Difference) -> str:
+    "One task of a sentence on two models."
+    number = lambda value: f"{value:+.2f}".replace("-", "−")
+    interval = f"{task} {number(found.difference)} [{number(found.low)}, {number(found.high)}], {found.queries:,} queries"
+    return f"{interval}: {found.words(model)} ({found.sure(2)})"
 
 
 def _sure(scores) -> tuple[str, ...]:
     "The differences between ours, a sentence for every two models."
-    verdicts = {"ahead": "", "behind": "", "level": " (not distinguishable)"}
-    found, lines = query_differences(scores), []
-    number = lambda value: f"{value:+.2f}".replace("-", "−")
-    told = lambda r: f"{r.task} {number(r.points)} [{number(r.low)}, {number(r.high)}], {r.queries:,} queries{verdicts[r.verdict]}"
-    for (model, than), rows in found.groupby(["model", "than"], sort=False):
-        lines.append(f"{model} − {than}, 95 % by paired bootstrap over queries: {'; '.join(map(told, rows.itertuples()))}")
-    return tuple(lines)
+    lines = {}
+    for model, than, task, found in compared_models(scores):
+        level = "paired bootstrap over queries" if found.seeds == 1 else "bootstrap over seeds and queries"
+        lines.setdefault(f"{model} − {than}, 95 % by {level}", []).append(_told(model, task, found))
+    return tuple(f"{start}: {'; '.join(parts)}" for start, parts in lines.items())
 
 
 def _unsure(groups) -> tuple[str, ...]:
     "Why two of ours are not compared query by query, though both have figures of the same tasks' queries."
-    alone, lines = [(label, runs[0]) for label, runs in groups.items() if len(runs) == 1], []
-    for (than, other), (model, one) in combinations(alone, 2):
+    lines = []
+    for (than, others), (model, runs) in combinations(groups.items(), 2):
+        other, one = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
         tasks, pair = _queries_of_both(one, other), f"{model} and {than} are not compared query by query"
         if tasks and (why := _unlike(other, one)):
             lines.append(f"{pair}: they were scored with {why}")
         elif changed := sorted(set(tasks) & set(_other_data(one, other))):
             lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
+        elif tasks and not _pairs_of_runs(others, runs):
+            lines.append(f"{pair}: they share no seed, and runs of one seed are what is compared")
     return tuple(lines)
 
 # %% ../nbs/62_paper.ipynb #cf45c02f

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'LABELS', 'COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'MARKERS', 'DIRECTIONS', 'CSS', 'read_metrics',
-           'read_report', 'results_table', 'heldout_queries', 'compare_arms', 'headline', 'loss_names', 'scale',
-           'findings', 'style', 'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage',
-           'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep', 'inline_svg', 'results_html',
-           'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
+           'read_report', 'results_table', 'seed_figures', 'heldout_queries', 'against', 'compare_arms', 'headline',
+           'loss_names', 'scale', 'findings', 'style', 'colour', 'new_figure', 'spread', 'end_labels', 'whole_steps',
+           'plot_early_stage', 'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep', 'inline_svg',
+           'results_html', 'searches_html', 'card_html', 'table_html', 'page_html', 'html_report']
 
 # %% ../nbs/60_report.ipynb #683c3a4b
 import contextlib
@@ -29,7 +29,7 @@ from .evaluation import query_ndcg
 from .files import write_text
 from .objectives.objective import find_objective
 from .recipe import load_recipe
-from .significance import noise, paired_bootstrap
+from .significance import Difference, compare_means, compare_with
 
 # %% ../nbs/60_report.ipynb #392380a7
 def _json_object(path, number, line):
@@ -91,12 +91,23 @@ def results_table(
     return table.T[list(METRICS.values())]
 
 # %% ../nbs/60_report.ipynb #cd791bf6
+def seed_figures(
+    report: dict,  # see `read_report`
+    name: str,     # of an arm, "base" or "bm25"
+) -> np.ndarray | None:  # (seeds, queries); one row where there is one run; None without ranks
+    "nDCG@10 of every held-out query by every run of an arm, in the order of the seeds."
+    ranks = report.get("ranks", {}).get(name)
+    if not ranks:
+        return None
+    return np.stack([query_ndcg(run) for run in (ranks.values() if isinstance(ranks, dict) else [ranks])])
+
+
 def heldout_queries(
     report: dict,  # see `read_report`
 ) -> int | None:
     "The number of held-out queries: of those that have ranks, else as the card has it; None where neither says."
-    ranks = list(report.get("ranks", {}).values())
-    return len(ranks[0]) if ranks else report.get("card", {}).get("counts", {}).get("heldout")
+    figures = next((found for name in report.get("ranks", {}) if (found := seed_figures(report, name)) is not None), None)
+    return report.get("card", {}).get("counts", {}).get("heldout") if figures is None else figures.shape[1]
 
 # %% ../nbs/60_report.ipynb #d0b28d8e
 def _last(report, key):
@@ -106,25 +117,24 @@ def _last(report, key):
     return row["ndcg_at_10"] if row else None
 
 
-def _judged(report, first, second, values=None):
-    "first − second in nDCG@10, how sure it is in words, and the verdict; by ranks unless `values` are of another step."
-    one, two = values or (_last(report, first), _last(report, second))
-    ranks, queries = report.get("ranks", {}), heldout_queries(report)
-    if values is None and ranks.get(first) and len(ranks[first]) == len(ranks.get(second) or ()):
-        found = paired_bootstrap(query_ndcg(ranks[first]), query_ndcg(ranks[second]))
-        sure = f"95 % interval over {found.queries:,} queries: {found.low:+.3f} to {found.high:+.3f}"
-        return one - two, sure, found.verdict
-    if not queries:
-        return one - two, "how many queries this rests on is not recorded", "ahead" if one > two else "behind" if one < two else "level"
-    error = noise(one, two, queries)
-    verdict = "level" if abs(one - two) <= error else "ahead" if one > two else "behind"
-    return one - two, f"noise of {queries:,} queries: at most ±{error:.3f}", verdict
+def against(
+    report: dict,   # see `read_report`
+    arms: list,     # names
+    reference: str,  # an arm, "base" or "bm25"
+) -> dict[str, Difference]:
+    "What each arm's nDCG@10 has over the reference's at the last evaluation, query by query where there are ranks."
+    figures, theirs = {arm: seed_figures(report, arm) for arm in arms}, seed_figures(report, reference)
+    fits = lambda rows: rows is not None and theirs is not None and rows.shape[1] == theirs.shape[1]
+    if all(fits(rows) for rows in figures.values()):
+        return compare_with(figures, theirs, report.get("clusters"))
+    seeds, queries = len(report.get("seeds", [0])), heldout_queries(report)
+    return {arm: compare_means(_last(report, arm), _last(report, reference), queries, seeds) for arm in arms}
 
 # %% ../nbs/60_report.ipynb #15d9d6d3
 def compare_arms(
     report: dict,  # see `read_report`
-) -> dict | None:  # step, anchor, baseline (nDCG@10), difference, sure (in words), verdict; None without both arms
-    "The anchor arm against the baseline at their last common step: ahead, behind, or level (within the noise)."
+) -> dict | None:  # step, anchor, baseline (nDCG@10), found (a `Difference`); None without both arms
+    "The anchor arm against the baseline at their last common step."
     curves = {arm: {row["step"]: row["ndcg_at_10"] for row in report["arms"].get(arm) or []} for arm in ("anchor", "baseline")}
     common = set(curves["anchor"]) & set(curves["baseline"])
     if not common:
@@ -132,8 +142,11 @@ def compare_arms(
     step = max(common)
     values = curves["anchor"][step], curves["baseline"][step]
     at_end = all(step == report["arms"][arm][-1]["step"] for arm in curves)
-    difference, sure, verdict = _judged(report, "anchor", "baseline", None if at_end else values)
-    return {"step": step, "anchor": values[0], "baseline": values[1], "difference": difference, "sure": sure, "verdict": verdict}
+    if at_end:
+        found = against(report, ["anchor"], "baseline")["anchor"]
+    else:
+        found = compare_means(*values, heldout_queries(report), len(report.get("seeds", [0])))
+    return {"step": step, "anchor": values[0], "baseline": values[1], "found": found}
 
 # %% ../nbs/60_report.ipynb #ca20e83a
 def headline(
@@ -144,10 +157,10 @@ def headline(
     if result is None:
         last = {arm: curve[-1]["ndcg_at_10"] for arm, curve in report["arms"].items() if curve}
         return "nDCG@10 at the last evaluation: " + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items()) + "."
-    figures = (f"nDCG@10 after {result['step']} steps of Stage II is {result['anchor']:.3f} with Stage I before it "
-               f"and {result['baseline']:.3f} without ({result['difference']:+.3f}; {result['sure']}).")
-    words = {"ahead": "Stage I helps here", "behind": "Stage I hurts here", "level": "Stage I makes no difference that can be told from noise"}
-    return f"{words[result['verdict']]}: {figures}"
+    found, mean = result["found"], "the mean " if len(report.get("seeds", [0])) > 1 else ""
+    verdict = found.words("the arm with Stage I")
+    return (f"{verdict[0].upper()}{verdict[1:]}: {mean}nDCG@10 after {result['step']} steps of Stage II is {result['anchor']:.3f} with Stage I "
+            f"before it and {result['baseline']:.3f} without ({found.difference:+.3f}; {found.sure()}).")
 
 # %% ../nbs/60_report.ipynb #20a73189
 def _early_stage(report):
@@ -158,20 +171,21 @@ def _early_stage(report):
         return []
     mean = lambda curve: sum(curve[s] for s in steps) / len(steps)
     widest = max(steps, key=lambda s: abs(anchor[s] - baseline[s]))
-    _, sure, _ = _judged(report, "anchor", "baseline", (anchor[widest], baseline[widest]))
     return [f"Early stage: over the evaluations at steps {steps[0]} to {steps[-1]} nDCG@10 averages {mean(anchor):.3f} (anchor) "
-            f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: {anchor[widest]:.3f} against {baseline[widest]:.3f} ({sure})."]
+            f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: {anchor[widest]:.3f} against {baseline[widest]:.3f}."]
 
 
 def _references(report):
-    "The arms beside BM25 and the untouched model: above, below, or level with them (within the noise)."
-    lines = []
+    "The arms beside BM25 and the untouched model."
+    lines, arms = [], [arm for arm, curve in report["arms"].items() if curve]
     for key, name in (("bm25", "BM25, which needs no training,"), ("base", "The untouched model")):
         if report.get(key):
-            verdicts = {arm: _judged(report, arm, key)[2] for arm, curve in report["arms"].items() if curve}
-            words = (("ahead", "above it"), ("level", "level with it (within the noise)"), ("behind", "below it"))
-            parts = [(" and ".join(arm for arm in verdicts if verdicts[arm] == verdict), text) for verdict, text in words]
-            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}: " + ", ".join(f"{arms} {text}" for arms, text in parts if arms) + ".")
+            found = against(report, arms, key)
+            parts = "; ".join(f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})" for arm, one in found.items())
+            if all(one.p is None for one in found.values()):
+                least_sure = max(found.values(), key=lambda one: one.detectable or 0)
+                parts = f"{', '.join(f'{arm} {one.difference:+.3f}' for arm, one in found.items())}, without a verdict: {least_sure.sure()}"
+            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}; against it {parts}.")
     return lines
 
 # %% ../nbs/60_report.ipynb #740d47c5

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 
 from anchor_embedding import pipeline
-from anchor_embedding.docstrings import docstring_pairs
+from anchor_embedding.docstrings import docstring_pairs, heldout_part
 from anchor_embedding.embedder import Embedder
+from anchor_embedding.errors import InputError
 from anchor_embedding.recipe import load_recipe
 from anchor_embedding.testing import PROSE
 from anchor_embedding.tournament import tournament
@@ -80,3 +81,45 @@ def test_no_judged_text_is_trained_on(seen, base, tmp_path, way, data):
     assert len(judged) >= 25 and len(given) >= 8, "both must have been seen"
     for side in (lambda pair: [pair.query], lambda pair: [pair.positive], lambda pair: pair.negatives):
         assert not judged & alike(text for pair in given for text in side(pair))
+
+
+def texts_of(pairs):
+    return alike(text for pair in pairs for text in (pair.query, pair.positive))
+
+
+def test_parts_of_docstrings_are_different_packages():
+    split = pipeline.split_pairs("docstrings", 60, 42)
+    again = pipeline.split_pairs("docstrings", 60, 42)
+    assert (split.heldout, split.development) == (again.heldout, again.development) and len(split.heldout) == len(split.development) == 60
+    assert not set(split.clusters) & set(split.development_clusters) and len(set(split.clusters)) > 4
+    assert {heldout_part(name) for name in split.clusters} == {"test"}
+    assert {heldout_part(name) for name in split.development_clusters} == {"development"}
+    other = pipeline.split_pairs("docstrings", 60, 43)  # another seed draws other pairs of the same packages
+    assert other.heldout != split.heldout and not set(other.clusters) & set(split.development_clusters)
+    assert not texts_of(split.heldout) & texts_of(split.development)
+    assert not texts_of(split.train) & (texts_of(split.heldout) | texts_of(split.development))
+
+
+def test_parts_of_a_file_are_different_documents(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl")
+    split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0)
+    assert split.heldout == pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0).heldout
+    assert 2 <= len(split.development) <= 8 and not texts_of(split.heldout) & texts_of(split.development)
+    assert not texts_of(split.train) & (texts_of(split.heldout) | texts_of(split.development))
+    chosen = split.part("development")
+    assert chosen.heldout == split.development and chosen.source["judged_by"] == "development" and split.part("test") is split
+    with pytest.raises(InputError, match="must be test or development"):
+        split.part("training")
+    with pytest.raises(InputError, match="too few pairs are left for a development part"):
+        pipeline.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
+
+
+def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl")
+    split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 42)
+    settings = [f"base={base}", f"data={tmp_path / 'pairs.jsonl'}", "batch_size=8", "max_length=24", "dtype=float32"]
+    for part, pairs, hidden in (("test", split.heldout, split.development), ("development", split.development, split.heldout)):
+        seen[1].clear()
+        report = tournament(["baseline"], tmp_path / part, amount=2, every=1, overrides=settings, heldout=8, part=part, progress=False, say=str)
+        assert alike(seen[1]) == texts_of(pairs) and not alike(seen[1]) & texts_of(hidden)
+        assert report["card"]["judged_by"] == part

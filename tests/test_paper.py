@@ -248,3 +248,33 @@ def test_bootstrap_of_many_queries_needs_little_memory():
     a = rng.random(20_000)
     found = paired_bootstrap(a + 0.01, a, samples=200)
     assert found.difference == pytest.approx(0.01) and found.verdict == "ahead" and found.p == pytest.approx(2 / 201)
+
+
+def seeded_run(folder, name, seed, better, steps=4):
+    """Scores and figures of queries of one run, and its recipe beside them; runs of one recipe with other seeds are one model."""
+    folder = scores_file(folder / f"{name}-{seed}", name, {"SciFact": 0.5})
+    (folder / "recipe.toml").write_text(f'name = "{name}"\nseed = {seed}\nsteps = {steps}\n')
+    found = json.loads((folder / "scores.json").read_text())
+    found["tasks"]["SciFact"]["key"] = "k"
+    (folder / "scores.json").write_text(json.dumps(found))
+    draw = np.random.default_rng([seed, steps])
+    figures = {f"test/default/{i}": 0.4 + better + 0.1 * float(draw.random()) for i in range(20)}
+    (folder / "queries.json").write_text(json.dumps({"SciFact": {"key": "k", "scores": figures}}))
+    return folder
+
+
+@pytest.mark.parametrize(("seeds", "verdict"), [(1, "open"), (5, "open"), (6, "ahead")])
+def test_a_verdict_takes_seeds(tmp_path, seeds, verdict):
+    runs = [seeded_run(tmp_path, "plain", seed, 0.0) for seed in range(seeds)]
+    runs += [seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in reversed(range(seeds))]
+    (row,) = query_differences(runs).itertuples()
+    assert (row.model, row.than, row.seeds, row.queries, row.verdict) == ("better", "plain", seeds, 20, verdict)
+    assert row.points == pytest.approx(20, abs=3)
+    (told,) = (remark for remark in compare(runs).remarks if remark.startswith("better − plain"))
+    words = {1: "one run an arm: runs of this size differ by about ±", 5: "5 seeds cannot give p of 0.05 or less", 6: "better is ahead"}
+    assert words[seeds] in told and (verdict != "open" or not any(word in told for word in ("ahead", "behind", "told from noise")))
+
+
+def test_runs_without_a_common_seed_are_not_compared(tmp_path):
+    runs = [seeded_run(tmp_path, "plain", seed, 0.0) for seed in (1, 2)] + [seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in (3, 4)]
+    assert not len(query_differences(runs)) and "share no seed" in " ".join(compare(runs).remarks)

@@ -100,3 +100,20 @@ def test_own_pairs_instead_of_docstrings(base, tmp_path):
     path.write_text("".join(json.dumps({"query": f"question {i} about anchors", "positive": f"answer {i * i}"}) + "\n" for i in range(60)))
     report = run_pipeline(pipeline(base, f"data={path}", "steps=2"), tmp_path / "out", progress=False, say=lambda text: None)
     assert report["card"]["counts"] == {"train": 30, "heldout": 30}
+
+
+def test_seeds_are_paired_and_told_in_the_report(base, tmp_path):
+    small = pipeline(base, "steps=2")
+    report = run_pipeline(small, tmp_path / "out", progress=False, say=lambda text: None, seeds=2)
+    assert report["seeds"] == [42, 43] and [*report["by_seed"]] == ["42", "43"]
+    lines = lambda seed, arm: (tmp_path / "out" / seed / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines()
+    tokens = {(seed, arm): [json.loads(line)["tokens"] for line in lines(seed, arm)] for seed in ("", "seed-43") for arm in ("baseline", "anchor")}
+    assert tokens["", "anchor"] == tokens["", "baseline"] != tokens["seed-43", "baseline"] == tokens["seed-43", "anchor"]
+    assert report["findings"][0].startswith("No verdict on the arm with Stage I: the mean nDCG@10") and "2 seeds cannot" in report["findings"][0]
+    assert "2 seeds cannot" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_one_run_gives_no_verdict(finished):
+    said = " ".join(finished[1]["findings"][:4])
+    assert said.startswith("No verdict on the arm with Stage I") and "one run an arm: runs of this size differ by about ±" in said
+    assert not any(word in said for word in ("helps", "hurts", "ahead", "behind", "told from noise", "above it", "below it"))

@@ -12,9 +12,19 @@ from anchor_embedding.data import Example
 from anchor_embedding.errors import InputError
 from anchor_embedding.pipeline import SplitPairs
 from anchor_embedding.recipe import from_toml, load_recipe
+from anchor_embedding.report import seed_figures
 from anchor_embedding.runs import read_log
+from anchor_embedding.significance import paired_bootstrap
 from anchor_embedding.testing import PROSE
-from anchor_embedding.tournament import contestants, differences, entrants_of, spend, tournament
+from anchor_embedding.tournament import (
+    against_itself,
+    contestants,
+    differences,
+    entrants_of,
+    same_method_runs,
+    spend,
+    tournament,
+)
 
 WORDS, DRAW = PROSE.split(), random.Random(0)
 ROWS = [Example(" ".join(DRAW.sample(WORDS, 4)), " ".join(DRAW.sample(WORDS, 10)), (), "prose") for _ in range(60)]
@@ -130,9 +140,69 @@ def test_contestants_of_one_name():
         contestants([load_recipe("smollm2-135m/gircse", ["name=bm25"])])
 
 
-def test_differences_have_a_sign():
+def test_differences_have_a_sign_and_one_run_no_verdict():
     (found,) = differences({"worse": [2] * 20, "better": [1] * 20})
-    assert (found["first"], found["second"], found["verdict"]) == ("better", "worse", "ahead") and found["difference"] > 0
+    assert (found["first"], found["second"], found["verdict"]) == ("better", "worse", "open") and found["difference"] > 0
+    assert "one run an arm: runs of this size differ by about ±" in found["words"]
+    assert not any(word in found["words"] for word in ("ahead", "behind", "told from noise"))
+
+
+def seeded_ranks(seeds, best):
+    """Ranks of twenty queries by seed, a few of them moved."""
+    return {str(seed): [best + (random.Random(f"{best} {seed} {i}").random() < 0.1) for i in range(20)] for seed in range(seeds)}
+
+
+def test_seeds_give_verdicts_and_several_contestants_holms():
+    two = {"worse": seeded_ranks(6, 3), "better": seeded_ranks(6, 1)}
+    assert [row["verdict"] for row in differences(two)] == ["ahead"]
+    assert [row["verdict"] for row in differences(dict(reversed(two.items())))] == ["behind"]
+    assert [row["verdict"] for row in differences({name: dict([*ranks.items()][:5]) for name, ranks in two.items()})] == ["open"]
+    three = two | {"other": seeded_ranks(6, 2)}
+    found = {(row["first"], row["second"]): row for row in differences(three)}
+    row = found["better", "worse"]
+    assert row["verdict"] == "open" and "Holm's for 2" in row["words"] and "7 can" in row["words"]
+    one_sided = {(row["first"], row["second"]): row["verdict"] for row in differences(three, alternative="greater")}
+    assert one_sided["better", "worse"] == one_sided["other", "worse"] == "ahead"
+    bm25 = {(row["first"], row["second"]): row for row in differences(two | {"bm25": [10] * 20})}
+    assert bm25["bm25", "better"]["difference"] < 0 and bm25["bm25", "better"]["seeds"] == 6
+
+
+def test_runs_of_one_seed_share_their_batches(play, tmp_path):
+    report = play(["quickstart"], tmp_path / "out", seeds=3)
+    tokens = {}
+    for seed, place in {42: tmp_path / "out", 43: tmp_path / "out" / "seed-43", 44: tmp_path / "out" / "seed-44"}.items():
+        recipes = [from_toml(path.read_text()) for path in sorted((place / "runs").glob("*/recipe.toml"))]
+        assert {recipe.seed for recipe in recipes} == {seed} and len(recipes) == 3
+        runs = [[line["tokens"] for line in read_log(place / "runs" / run / "metrics.jsonl")] for run in ("baseline-stage2", "anchor-stage2")]
+        assert runs[1] == runs[0][: len(runs[1])]
+        tokens[seed] = tuple(runs[0])
+    assert len(set(tokens.values())) == 3 and report["seeds"] == [42, 43, 44]
+    mean = sum(each["anchor"][-1]["ndcg_at_10"] for each in report["by_seed"].values()) / 3
+    assert report["arms"]["anchor"][-1]["ndcg_at_10"] == pytest.approx(mean)
+    (row,) = (row for row in report["differences"] if (row["first"], row["second"]) == ("anchor", "baseline"))
+    assert (row["seeds"], row["verdict"]) == (3, "open") and "3 seeds cannot give" in (tmp_path / "out" / "tournament.md").read_text()
+
+
+def test_seeds_go_on_where_they_stopped(play, tmp_path):
+    calls = []
+
+    def interrupt(embedder):
+        calls.append(1)
+        if len(calls) == 11:  # in the second seed
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").glob("*/metrics.jsonl")}
+    assert len(before) == 3 and (tmp_path / "out" / "seed-43").is_dir() and not (tmp_path / "out" / "tournament.json").exists()
+    again = play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert again["ranks"] == play(["quickstart"], tmp_path / "whole", seeds=2)["ranks"]
+    with pytest.raises(InputError, match="another alternative"):
+        play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2, alternative="greater")
+    with pytest.raises(InputError, match="seeds = 0"):
+        play(["quickstart"], tmp_path / "none", seeds=0)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +276,30 @@ def test_command_line_refuses(base, file, tmp_path, capsys):
     assert "`base` differs" in failure(capsys, "tournament", "--recipes", "quickstart", "stage1", "--amount", 4, *out)
     assert "the budget of 1e-06 leaves" in failure(capsys, *words(base, file), "--budget", "flops", "--amount", 1e-6, "--every", 1e-6, *out)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def same_method(tmp_path_factory):
+    """(folder, report) of sixteen runs of one method."""
+    out = tmp_path_factory.mktemp("aa")
+    return out, same_method_runs(out, runs=16, say=lambda text: None)
+
+
+def test_a_method_is_not_told_from_itself_and_a_planted_difference_is_found(same_method, tmp_path, capsys):
+    out, _ = same_method
+    asked = ["--out", out, "--tournaments", 60, "--runs", 16, "--json", tmp_path / "aa.json"]
+    assert main(["aa-check", *map(str, asked)]) == 0
+    record = json.loads((tmp_path / "aa.json").read_text())
+    assert json.loads(capsys.readouterr().out)["same"] == record["same"]
+    assert len(set(record["runs"])) > 8, "the runs must differ"
+    assert record["same"]["ahead"] + record["same"]["behind"] <= 5  # 8 % of 60
+    assert record["different"]["ahead"] >= 48 and record["different"]["behind"] == 0
+    assert {"command", "commit", "device", "created"} <= record["about"].keys()
+
+
+def test_queries_alone_tell_a_method_from_itself_and_seeds_do_not(same_method):
+    _, report = same_method
+    figures = seed_figures(report, "baseline")
+    verdicts = [paired_bootstrap(one, other, samples=1000).verdict for i, one in enumerate(figures) for other in figures[:i]]
+    assert verdicts.count("level") < 0.8 * len(verdicts)  # intervals of the queries of one run each
+    assert sum(one.verdict != "level" for one in against_itself(report, 50)) <= 4
