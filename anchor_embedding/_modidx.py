@@ -1740,6 +1740,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'anchor_embedding.report._figures': ('report.html#_figures', 'anchor_embedding/report.py'),
                                          'anchor_embedding.report._gains': ('report.html#_gains', 'anchor_embedding/report.py'),
                                          'anchor_embedding.report._hits': ('report.html#_hits', 'anchor_embedding/report.py'),
+                                         'anchor_embedding.report._in_proportion': ( 'report.html#_in_proportion',
+                                                                                     'anchor_embedding/report.py'),
                                          'anchor_embedding.report._json_object': ('report.html#_json_object', 'anchor_embedding/report.py'),
                                          'anchor_embedding.report._last': ('report.html#_last', 'anchor_embedding/report.py'),
                                          'anchor_embedding.report._objective': ('report.html#_objective', 'anchor_embedding/report.py'),

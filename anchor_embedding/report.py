@@ -233,22 +233,29 @@ def _pretext_losses(report):
 
 
 def _anchor_use(report):
-    "Anchor gain and mean cosine of every reconstruction."
+    "Anchor gain and mean cosine of every stage that measured them."
     lines, runs = [], {key: rows for key, rows in _pretexts(report).items() if any(map(_gains, rows))}
     for key, rows in runs.items():
         which = f" of {key}" if len(runs) > 1 else ""
         measured = [row for row in rows if _gains(row)]
-        if measured:
-            last, gains = measured[-1], _gains(measured[-1])
-            share = max(gain / last[name] for name, gain in gains.items())
-            told = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
-            lines.append(f"The anchor gain{which} at step {last['step']} is {told} nats per token: the decoder "
-                         f"{'hardly uses' if share < 0.01 else 'uses'} the anchor ({share:.1%} of the loss at most).")
+        last, gains = measured[-1], _gains(measured[-1])
+        told = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
+        lines.append(f"The anchor gain{which} at step {last['step']} is {told} nats per token: {_in_proportion(last, gains)}.")
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
         if cosines:
             course = "drew together" if cosines[-1] > cosines[0] + 0.05 else "spread" if cosines[-1] < cosines[0] - 0.05 else "stayed as they were"
             lines.append(f"The mean cosine between random texts{which} went from {cosines[0]:.2f} to {cosines[-1]:.2f}: the vectors {course}.")
     return lines
+
+
+def _in_proportion(row, gains):
+    "What a gain amounts to: as a share of its ceiling, or of the loss where a report has no ceiling."
+    of_ceiling = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+    if any(share is not None for share in of_ceiling.values()):
+        parts = [f"{share:.1%} ({name.upper()})" for name, share in of_ceiling.items() if share is not None]
+        return f"{' and '.join(parts)} of what the whole text in the anchor's place would save"
+    share = max((gain / row[name] for name, gain in gains.items() if name in row), default=0.0)
+    return f"the decoder {'hardly uses' if share < 0.01 else 'uses'} the anchor ({share:.1%} of the loss at most)"
 
 # %% ../nbs/60_report.ipynb #ea25165e
 def scale(
