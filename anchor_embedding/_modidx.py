@@ -1858,6 +1858,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'anchor_embedding/significance.py'),
                                                'anchor_embedding.significance.SignFlip.least': ( 'significance.html#signflip.least',
                                                                                                  'anchor_embedding/significance.py'),
+                                               'anchor_embedding.significance._all_sums': ( 'significance.html#_all_sums',
+                                                                                            'anchor_embedding/significance.py'),
                                                'anchor_embedding.significance._found': ( 'significance.html#_found',
                                                                                          'anchor_embedding/significance.py'),
                                                'anchor_embedding.significance._paired': ( 'significance.html#_paired',

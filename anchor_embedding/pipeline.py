@@ -184,9 +184,9 @@ def run_arm(
 
 # %% ../nbs/65_pipeline.ipynb #eedb5449
 def seed_numbers(first: int, seeds: int) -> list[int]:
-    "The seeds of so many runs, counted from the recipe's own; InputError for fewer than one."
-    if seeds < 1:
-        raise InputError(f"seeds = {seeds}: must be at least 1")
+    "The seeds of so many runs, counted from the recipe's own; InputError for less than one or more than 40."
+    if not 1 <= seeds <= 40:
+        raise InputError(f"seeds = {seeds}: must be 1 to 40")
     return list(range(first, first + seeds))
 
 

@@ -202,25 +202,33 @@ class SignFlip:
         return f"p = {self.p:.2g} ({self.alternative}, {self.seeds} seeds{limit if self.least > 0.05 else ''})"
 
 # %% ../nbs/58_significance.ipynb #fa6d3a97
+def _all_sums(differences: np.ndarray) -> np.ndarray:  # (2ⁿ,)
+    "The sums of n numbers with every choice of signs."
+    sums = np.zeros(1)
+    for value in differences:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
+
+
 def sign_flip(
     differences,  # (seeds,) of paired runs
     alternative: str = "two-sided",  # or "greater", "less": fixed before the runs
 ) -> SignFlip:
-    "The exact sign-flip test of a mean of zero; InputError for none or more than 20 differences, or another alternative."
+    "The exact sign-flip test of a mean of zero; InputError for none or more than 40 differences, or another alternative."
     differences = np.asarray(differences, dtype=np.float64)
     if alternative not in ALTERNATIVES:
         raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
-    if differences.ndim != 1 or not 1 <= len(differences) <= 20 or not np.isfinite(differences).all():
-        raise InputError(f"a sign-flip takes 1 to 20 finite differences, one a seed; got {differences.shape}")
-    seeds = len(differences)
-    signs = 1 - 2.0 * (np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1)
-    sums, found = signs @ differences, differences.sum()
-    if alternative == "two-sided":
-        sums, found = np.abs(sums), abs(found)
-    if alternative == "less":
-        sums, found = -sums, -found
+    if differences.ndim != 1 or not 1 <= len(differences) <= 40 or not np.isfinite(differences).all():
+        raise InputError(f"a sign-flip takes 1 to 40 finite differences, one a seed; got {differences.shape}")
+    seeds, found = len(differences), differences.sum()
+    found = {"two-sided": abs(found), "greater": found, "less": -found}[alternative]
     slack = 1e-9 * np.abs(differences).sum()
-    return SignFlip(float((sums >= found - slack).mean()), seeds, alternative)
+    half, other = _all_sums(differences[: seeds // 2]), np.sort(_all_sums(differences[seeds // 2 :]))
+    reached = (len(other) - np.searchsorted(other, found - slack - half)).sum()  # of all sums, which are half + other
+    share = float(reached) / 2**seeds
+    if alternative == "two-sided":
+        share = 1.0 if found <= slack else min(1.0, 2 * share)
+    return SignFlip(share, seeds, alternative)
 
 # %% ../nbs/58_significance.ipynb #5710335c
 def holm(

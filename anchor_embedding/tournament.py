@@ -513,6 +513,7 @@ def same_method_runs(
         tiny_model("llama").save_pretrained(base)
         tiny_tokenizer("smollm2").save_pretrained(base)
     settings = [f"base={base}", "data=made up", "batch_size=32", "max_length=48", "dtype=float32", "tuning=full", "learning_rate=2e-2"]
+    settings += ["instructions=none"]
     given = {"amount": steps, "every": steps, "overrides": settings, "pairs": tiny_pairs(), "progress": False, "say": say}
     return tournament(["baseline"], out / "runs", seeds=runs, **given)
 
