@@ -1658,6 +1658,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/recipe.py'),
                                          'anchor_embedding.recipe.Recipe.differences': ( 'recipe.html#recipe.differences',
                                                                                          'anchor_embedding/recipe.py'),
+                                         'anchor_embedding.recipe.Recipe.objective_name': ( 'recipe.html#recipe.objective_name',
+                                                                                            'anchor_embedding/recipe.py'),
                                          'anchor_embedding.recipe.Recipe.replace': ( 'recipe.html#recipe.replace',
                                                                                      'anchor_embedding/recipe.py'),
                                          'anchor_embedding.recipe.Recipe.settings': ( 'recipe.html#recipe.settings',

@@ -251,11 +251,16 @@ class Recipe(Saved, RunSettings, TuningSettings, OptimisationSettings, TextSetti
             return getattr(objective, key)
         raise AttributeError(f"this recipe has no setting {key!r}")
 
+    @property
+    def objective_name(self) -> str:
+        "What a TOML file calls the objective."
+        return name_of(type(self.objective))
+
     def settings(self) -> dict:  # setting → value, in the order of the groups
         "Every setting, defaults written out; `None` for the adapters' where there are none."
         groups = _keys(self)
         values = {key: getattr(self, key) for keys in groups.values() for key in keys}
-        return values | {"objective": name_of(type(self.objective))}
+        return values | {"objective": self.objective_name}
 
     def to_dict(self) -> dict:  # setting → value, ready for JSON or TOML
         "Every setting that is not off."
@@ -493,14 +498,17 @@ def kinds_of(kind: type) -> dict[str, Any]:  # setting → annotation
     return {name: hints[name] for name in names if name != "objective"} | ({"objective": str} if "objective" in names else {})
 
 
-def kind_of(key: str):
+def kind_of(
+    key: str,
+    more: Iterable[str] = (),  # settings that are known besides, for the hint
+):
     "What a setting may be: of a recipe, or of any objective. Raises `InputError`."
     if key in Recipe.model_fields:
         return kinds_of(Recipe)[key]
     names = objectives_with(key)
     if not names:
         every = [name for kind in map(find_objective, objective_names()) for name in settings_of(kind)]
-        check_known([key], [*Recipe.model_fields, *dict.fromkeys(every)])
+        check_known([key], [*Recipe.model_fields, *dict.fromkeys(every), *more])
     return kinds_of(find_objective(names[0]))[key]
 
 # %% ../nbs/40_recipe.ipynb #74052240
@@ -651,7 +659,7 @@ def parse_overrides(
             check_known([name], settings_of(EvaluationPlan))
             kind = kinds_of(EvaluationPlan)[name]
         else:
-            kind = own.get(name) or kind_of(name)
+            kind = own.get(name) or kind_of(name, own)
         parse = parse_value if isinstance(value, str) else check_setting
         parsed[key] = value if value is None else parse(key, value, kind)
     return parsed

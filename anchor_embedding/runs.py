@@ -31,7 +31,6 @@ from .display import cell_text, curve, facts_html, rows_html
 from .embedder import Embedder, write_embedder
 from .errors import InputError
 from .files import atomic_folder, write_text
-from .objectives.objective import name_of
 from .processes import as_slice_of, is_sharded, own_parameters, whole_tensors
 from .recipe import Recipe, RunSettings, from_toml
 
@@ -203,7 +202,7 @@ def run_facts(run: RunFolder) -> dict[str, object]:
     kept, rows = run.path / "recipe.toml", _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
     recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
     steps, done = recipe.steps if recipe else None, rows[-1]["step"] if rows else 0
-    what = f"{recipe.name}: {name_of(type(recipe.objective))}, {recipe.tuning}" if recipe else None
+    what = f"{recipe.name}: {recipe.objective_name}, {recipe.tuning}" if recipe else None
     facts = {"recipe": what, "steps": f"{done} of {cell_text(steps)}"}
     figures = {key: value for key, value in (rows[-1] if rows else {}).items() if key not in ("step", "seconds")}
     state = {"checkpoints": ", ".join(map(str, run.checkpoints())) or None, "finished": (run.path / "final").exists()}

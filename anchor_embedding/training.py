@@ -73,7 +73,6 @@ from .packing import attention_kernel
 from .plan import FREE, ModelShape, decide, memory, pair_tokens, shape_from_config, told_choice
 
 # %% ../nbs/45_training.ipynb #af94c031
-from .objectives.objective import name_of
 from .objectives.refinement import add_pause_tokens
 from anchor_embedding.processes import (
     STOP_SIGNALS,
@@ -287,7 +286,7 @@ def prepare_embedder(
         load_pause_tokens(decoder, start, soft_tokens.steps) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if objective.uses_head:
-        check_head(decoder, f"objective = {name_of(type(objective))!r}")
+        check_head(decoder, f"objective = {recipe.objective_name!r}")
     elif not tied:
         decoder.head.requires_grad_(False)
     if recipe.activation_checkpointing:

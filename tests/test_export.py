@@ -205,7 +205,7 @@ def test_card(tmp_path, run, base):
     assert "sentence-transformers" in header["tags"]
     cards = find_cards(run / "final")
     assert [found["recipe"]["objective"] for found in cards] == ["reconstruction", "contrastive"]
-    told = [*(found["fingerprint"] for found in cards), cards[1]["negatives_pool"], f"| temperature | {cards[1]['temperature']} |"]
+    told = [*(found["fingerprint"] for found in cards), cards[1]["negatives_pool"], f"| temperature | {cards[1]['recipe']['temperature']} |"]
     for text in (*told, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
         assert text in card.text, text
     assert "departs from the paper" in card.text and "| batch size | 8 |" not in card.text and "| batch_size | 8 |" in card.text
