@@ -383,7 +383,7 @@ class EvaluationPlan(Checked):
     prefix = "evaluation."
 
     pairs: Annotated[int, Field(ge=2)] = 500  # held-out pairs
-    every: Natural = 0  # steps of an arm's last stage between two evaluations; 0 = only before and after
+    every: Natural = 0  # steps of an arm's last stage between two evaluations, the first one before it; 0 = none
 
 # %% ../nbs/40_recipe.ipynb #72cec494
 @dataclass(frozen=True, kw_only=True, repr=False)

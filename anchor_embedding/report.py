@@ -156,6 +156,8 @@ def headline(
     result = compare_arms(report)
     if result is None:
         last = {arm: curve[-1]["ndcg_at_10"] for arm, curve in report["arms"].items() if curve}
+        if not last:
+            return "No arm was evaluated: `evaluation.every` is 0."
         return "nDCG@10 at the last evaluation: " + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items()) + "."
     found, mean = result["found"], "the mean " if len(report.get("seeds", [0])) > 1 else ""
     verdict = found.words("the arm with Stage I")
@@ -182,10 +184,11 @@ def _references(report):
         if report.get(key):
             found = against(report, arms, key)
             parts = "; ".join(f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})" for arm, one in found.items())
-            if all(one.p is None for one in found.values()):
+            if found and all(one.p is None for one in found.values()):
                 least_sure = max(found.values(), key=lambda one: one.detectable or 0)
                 parts = f"{', '.join(f'{arm} {one.difference:+.3f}' for arm, one in found.items())}, without a verdict: {least_sure.sure()}"
-            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}; against it {parts}.")
+            beside = f"; against it {parts}" if parts else ""  # no arm was evaluated
+            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}{beside}.")
     return lines
 
 # %% ../nbs/60_report.ipynb #740d47c5

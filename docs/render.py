@@ -113,7 +113,7 @@ def fenced(code: str, language: str) -> str:
 
 def relinked(markdown: str, page_of: dict[str, str], suffix: str) -> str:
     """Links to notebooks, or to MODULE.html as nbdev names a module's page, as links to pages."""
-    markdown = re.sub(r"\]\((\w+)\.html(?=[)#])", lambda m: f"]({page_of.get(m[1], m[1])}.ipynb", markdown)
+    markdown = re.sub(r"\]\(([\w.]+)\.html(?=[)#])", lambda m: f"]({page_of.get(m[1], m[1])}.ipynb", markdown)
     return re.sub(r"(\]\((?!\w+:)[^)\s#]*)\.ipynb(?=[)#])", rf"\1{suffix}", markdown)
 
 
@@ -128,7 +128,7 @@ class Page:
         self.name, self.pictures, self.heading = name, {}, ""
         cells = json.loads(notebook.read_text("utf-8"))["cells"]
         sources = [text(cell["source"]) for cell in cells]
-        self.module = next((m[1] for s in sources if (m := re.search(r"(?m)^#\| *default_exp[: ]+(\w+)", s))), "")
+        self.module = next((m[1] for s in sources if (m := re.search(r"(?m)^#\| *default_exp[: ]+([\w.]+)", s))), "")
         self.title = sources[0].split("\n", 1)[0].removeprefix("# ").strip()
         quote = re.search(r"(?m)^> *(.+)", sources[0])
         self.about = quote[1] if quote else ""
@@ -178,7 +178,7 @@ def reference(module: str) -> tuple[str, list[str]]:
     for name, value in own.items():
         described = show_doc(value, renderer=MarkdownRenderer)._repr_markdown_().strip()
         parts.append(
-            f"#### {name} {{ #{name} .api }}\n\n" + re.sub(r"\banchor_embedding\.\w+\.(?=[A-Z])", "", described)
+            f"#### {name} {{ #{name} .api }}\n\n" + re.sub(r"\banchor_embedding\.[\w.]+\.(?=[A-Z])", "", described)
         )
     return "\n\n".join(parts), list(own)
 
