@@ -130,8 +130,8 @@ def test_every_page_has_its_markdown_and_stands_in_llms_txt(site, pages):
 
 
 def test_a_page_holds_its_outputs_and_its_reference(site):
-    markdown = (site / "25_contrastive.html.md").read_text("utf-8")
-    assert "## Reference of `anchor_embedding.contrastive`" in markdown
+    markdown = (site / "objectives" / "25_contrastive.html.md").read_text("utf-8")
+    assert "## Reference of `anchor_embedding.objectives.contrastive`" in markdown
     assert re.search(r"#### Contrastive \{ #Contrastive \.api \}\s+```python\n(def|class) ", markdown)
     assert "(images/62_paper-1.png)" in (site / "62_paper.html.md").read_text("utf-8")
 
