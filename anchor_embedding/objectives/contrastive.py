@@ -129,7 +129,7 @@ class ContrastiveLoss(Objective):
     hard_negatives: Natural = 1  # at most this many per query; 0 = in-batch only
     negatives_pool: Annotated[int, obeys(lambda n: n == 0 or n >= 2, "0 (the whole batch) or at least 2")] = 0  # pairs whose texts compete
     mask_same_text: bool = False  # a text equal to the query's own or its positive's is no negative
-    false_negative_margin: Annotated[float, Field(ge=-2, le=2)] | None = None  # nor one whose cosine exceeds the positive's by more
+    false_negative_margin: Annotated[float | None, Field(ge=-2, le=2)] = None  # nor one whose cosine exceeds the positive's by more
     matryoshka: Annotated[Numbers, obeys(different, "different numbers of dimensions above 0")] = ()  # the loss is a mean over these too
     symmetric_loss: bool = False  # documents look for their query too
     same_side_negatives: bool = False  # queries also compete with queries, documents with documents
