@@ -580,20 +580,21 @@ def first_comparison(run: "Training") -> dict:
     return compare_gradients(run.recipe, run.embedder, run.data.batch(0, run.rank, run.world), run.world)
 
 # %% ../nbs/45_training.ipynb #f59fc3a5
-WATCHED = 64  # pairs that are watched, at most
+WATCHED = 64  # pairs that are watched, at most; and at most a batch
 
 
 def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[list[Example], str]:
     "Pairs for what an objective watches, and in words which they are; none where the run trains on all pairs."
     if not any(map(run.objective.watches, range(run.recipe.steps))):
         return [], ""
+    number = max(min(WATCHED, run.recipe.batch_size), 2 * run.world)  # it costs less than a step, whatever the batch
     words = "held-out pairs"
     if heldout is None:
-        rows = run.data.unseen(run.recipe.steps, WATCHED)
+        rows = run.data.unseen(run.recipe.steps, number)
         heldout, words = [run.data.examples[row] for row in rows], "pairs that the run does not train on"
     if len(heldout) < 2 * run.world:
         return [], "the batch that is trained on next, because the run trains on all pairs"
-    return list(heldout[:WATCHED]), f"{min(len(heldout), WATCHED)} {words}"
+    return list(heldout[:number]), f"{min(len(heldout), number)} {words}"
 
 
 def watched_batch(run: Training, rank: int, world: int) -> TokenBatch:
