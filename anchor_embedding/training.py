@@ -587,12 +587,12 @@ def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[li
     "Pairs for what an objective watches, and in words which they are; none where the run trains on all pairs."
     if not any(map(run.objective.watches, range(run.recipe.steps))):
         return [], ""
-    number = max(min(WATCHED, run.recipe.batch_size), 2 * run.world)  # it costs less than a step, whatever the batch
+    number = max(2, min(WATCHED, run.recipe.batch_size))  # so it costs less than a step, whatever the batch
     words = "held-out pairs"
     if heldout is None:
         rows = run.data.unseen(run.recipe.steps, number)
         heldout, words = [run.data.examples[row] for row in rows], "pairs that the run does not train on"
-    if len(heldout) < 2 * run.world:
+    if min(number, len(heldout)) < max(2, run.world):  # every process needs one
         return [], "the batch that is trained on next, because the run trains on all pairs"
     return list(heldout[:number]), f"{min(len(heldout), number)} {words}"
 
