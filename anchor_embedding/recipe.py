@@ -35,8 +35,8 @@ from anchor_embedding.settings import (
     BelowOne,
     Checked,
     Counting,
-    Given,
     Natural,
+    NonEmpty,
     NotNegative,
     Positive,
     Texts,
@@ -77,8 +77,8 @@ class SubjectSettings(BaseModel):
     name: Annotated[str, _FOLDER]  # of the recipe; its run lies in runs/<name>
     description: str = ""  # one line for lists
     objective: InstanceOf[Objective]  # in TOML its name, with its settings beside it
-    base: Given  # model to start from: a hub name, a folder, or a name this package knows
-    data: Given  # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
+    base: NonEmpty  # model to start from: a hub name, a folder, or a name this package knows
+    data: NonEmpty  # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
     sampling: Annotated[Texts, _RATIOS] = ()  # rows of a dataset used per pass, as a share of its rows
     instructions: Annotated[str, _TABLE] = "none"  # "paper" is Table 6; "as_released" not on symmetric documents
     on_bad_row: Literal["error", "skip"] = "error"  # a row that cannot be used stops, or is left out

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from anchor_embedding.data import read_examples
 from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
 
 WORDS = PROSE.split()
@@ -25,3 +26,9 @@ def pairs(tmp_path_factory):
     rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def examples(pairs):
+    """The same pairs, read."""
+    return list(read_examples(pairs))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anchor_embedding.data import Example, read_examples
+from anchor_embedding.data import Example
 from anchor_embedding.errors import InputError
 from anchor_embedding.recipe import Recipe
 from anchor_embedding.testing import tiny_model
@@ -18,11 +18,6 @@ SETTINGS = dict(name="control", data="-", steps=6, batch_size=8, warmup_steps=1,
 
 def quiet(text):
     pass
-
-
-@pytest.fixture(scope="module")
-def examples(pairs):
-    return list(read_examples(pairs))
 
 
 def recipe(base, **settings):

@@ -6,7 +6,6 @@ import pytest
 
 from anchor_embedding.batches import Instructions, tokenize_batch
 from anchor_embedding.ceiling import anchor_ceiling, separator_ids
-from anchor_embedding.data import read_examples
 from anchor_embedding.decoder import load_decoder
 from anchor_embedding.objectives.reconstruction import anchor_gain
 from anchor_embedding.recipe import Recipe
@@ -15,11 +14,6 @@ from anchor_embedding.training import WATCHED, Training, make_data, prepare_toke
 
 def quiet(text):
     pass
-
-
-@pytest.fixture(scope="module")
-def examples(pairs):
-    return list(read_examples(pairs))
 
 
 def recipe(base, **settings):

@@ -22,7 +22,7 @@ from ..errors import InputError
 from .objective import PairTokens, TextLengths
 from .reconstruction import TokenMeans
 from ..packing import pack
-from ..settings import Given, given
+from ..settings import NonEmpty, given
 from ..text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/objectives/27_mntp.ipynb #ce21e564
@@ -53,7 +53,7 @@ class MaskedPrediction(TokenMeans):
     "LLM2Vec's masked next-token prediction (MNTP)."
 
     mask_share: Annotated[float, Field(gt=0, le=1)] = 0.2  # of the body's tokens
-    mask_token: Given = "_"  # stands in for masked tokens
+    mask_token: NonEmpty = "_"  # stands in for masked tokens
     mask_id: int = given(0)  # its id
 
     name: ClassVar[str] = "mntp"
