@@ -1,6 +1,6 @@
 """Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
 
-`pytest nbs/05_data.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow.
+`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow.
 """
 
 import os

@@ -9,7 +9,7 @@ __all__ = ["Embedder", "__version__"]
 
 def __getattr__(name):
     if name == "Embedder":
-        from .embedder import Embedder
+        from .embed.embedder import Embedder
 
         return Embedder
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

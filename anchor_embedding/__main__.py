@@ -4,6 +4,6 @@ from .cli import main
 
 if __name__ == "__main__":
     code = main()
-    from .processes import end_process
+    from .model.ranks import end_process
 
     end_process(code)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from anchor_embedding.data import read_examples
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.data.examples import read_examples
 
 WORDS = PROSE.split()
 

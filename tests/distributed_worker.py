@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from anchor_embedding.data import Example
-from anchor_embedding.processes import end_process, whole_tensors
-from anchor_embedding.recipe import recipe_from_dict
-from anchor_embedding.training import Training, train
+from anchor_embedding.data.examples import Example
+from anchor_embedding.model.ranks import end_process, whole_tensors
+from anchor_embedding.train.loop import Training, train
+from anchor_embedding.train.recipe import recipe_from_dict
 
 STEPS = 4
 

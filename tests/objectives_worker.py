@@ -10,10 +10,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from anchor_embedding.batches import Instructions, TokenBatch, tokenize_batch
-from anchor_embedding.bidirectional import set_attention
-from anchor_embedding.data import Example
-from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.data.batches import Instructions, TokenBatch, tokenize_batch
+from anchor_embedding.data.examples import Example
+from anchor_embedding.model.bidirectional import set_attention
+from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.packing import ATTENTION
+from anchor_embedding.model.ranks import shard, whole_tensors
+from anchor_embedding.model.text import TextTokenizer, TokenizedText
 from anchor_embedding.objectives.bag_of_tokens import BagOfTokens
 from anchor_embedding.objectives.contrasted_reconstruction import ContrastedReconstruction
 from anchor_embedding.objectives.contrastive import Contrastive
@@ -21,10 +25,6 @@ from anchor_embedding.objectives.mntp import MaskedPrediction
 from anchor_embedding.objectives.reconstruction import Reconstruction, anchor_gain
 from anchor_embedding.objectives.refinement import Refinement
 from anchor_embedding.objectives.released import ReleasedReconstruction
-from anchor_embedding.packing import ATTENTION
-from anchor_embedding.processes import shard, whole_tensors
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.text import TextTokenizer, TokenizedText
 
 OPTIONS = dict(mask_same_text=True, false_negative_margin=0.3, matryoshka=(8, 16), symmetric_loss=True, same_side_negatives=True)
 CASES = {  # tokens of a micro-batch are chosen so that some processes need several and others only one

@@ -6,7 +6,7 @@ import re
 import pytest
 from notebook_checks import ROOT
 
-from anchor_embedding.architectures import BOUNDS, try_type
+from anchor_embedding.study.architectures import BOUNDS, try_type
 
 TABLE = json.loads((ROOT / "nbs" / "results" / "architectures.json").read_text(encoding="utf-8"))
 ROWS = {row["model_type"]: row for row in TABLE["rows"]}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anchor_embedding import bench
-from anchor_embedding.errors import InputError
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.study import bench
 
 RESULTS = Path(__file__).parent.parent / "nbs" / "results"
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from anchor_embedding import benchmark
-from anchor_embedding.benchmark import MtebEncoder, evaluate, load_model, run_task, scores_table, sweep
-from anchor_embedding.decoder import CausalDecoder, probe
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.tasks import local_tasks
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.text import TextTokenizer
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.evaluate import benchmark
+from anchor_embedding.evaluate.benchmark import MtebEncoder, evaluate, load_model, run_task, scores_table, sweep
+from anchor_embedding.evaluate.tasks import local_tasks
+from anchor_embedding.model.decoder import CausalDecoder, probe
+from anchor_embedding.model.text import TextTokenizer
 
 WORDS = sorted(set(PROSE.split()))
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
@@ -356,7 +356,7 @@ def test_unknown_names(saved, quick, tmp_path):
 
 def test_an_adapter_with_its_base(saved, quick, tmp_path):
     """A checkpoint that is an adapter is evaluated with its base, and is another model than its base."""
-    from anchor_embedding.decoder import add_lora
+    from anchor_embedding.model.decoder import add_lora
 
     model = Embedder.from_pretrained(saved, dtype="float32")
     add_lora(model.decoder, 4, 8, 0.0)
@@ -432,7 +432,7 @@ def test_several_replicas_give_the_scores_of_one(saved, quick, tmp_path):
 
 def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, capsys):
     """The bar ends at its total, however much of a task was looked up."""
-    from anchor_embedding.progress import LogLines
+    from anchor_embedding.common.progress import LogLines
 
     bars = []
 
@@ -441,8 +441,8 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
             super().__init__(*args, seconds=0)
             bars.append(self)
 
-    monkeypatch.setattr("anchor_embedding.progress.LogLines", Kept)
-    monkeypatch.setattr("anchor_embedding.progress.watched", lambda: False)
+    monkeypatch.setattr("anchor_embedding.common.progress.LogLines", Kept)
+    monkeypatch.setattr("anchor_embedding.common.progress.watched", lambda: False)
     evaluate(saved, **quick | {"progress": None}, say=lambda text: None)
     assert bars[0].n == bars[0].total > 0 and "s left  Pairs" in capsys.readouterr().err
 
@@ -452,9 +452,9 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
 
 def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     """Stage II on a few pairs with task scores during training, then a sweep over its checkpoints."""
-    from anchor_embedding.data import Example
-    from anchor_embedding.recipe import load_recipe
-    from anchor_embedding.training import train
+    from anchor_embedding.data.examples import Example
+    from anchor_embedding.train.loop import train
+    from anchor_embedding.train.recipe import load_recipe
 
     pairs = [Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever") for i in range(24)]
     settings = [f"base={saved}", "batch_size=4", "max_length=32", "steps=4", "dtype=float32", "warmup_steps=1"]
@@ -490,7 +490,7 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(saved,
 
 def test_importing_does_not_load_mteb():
     """It takes seconds to load; only an evaluation needs it."""
-    code = "import sys, anchor_embedding.benchmark, anchor_embedding.tasks; sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
+    code = "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from anchor_embedding.batches import Instructions, tokenize_batch
-from anchor_embedding.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.cli import main
-from anchor_embedding.data import Example
-from anchor_embedding.decoder import add_lora, load_decoder
-from anchor_embedding.testing import PROSE
-from anchor_embedding.text import TextTokenizer, opening_ids
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.data.batches import Instructions, tokenize_batch
+from anchor_embedding.data.examples import Example
+from anchor_embedding.model.decoder import add_lora, load_decoder
+from anchor_embedding.model.text import TextTokenizer, opening_ids
+from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 
 LINES = PROSE.splitlines()
 SIDES = {"q2d": ("query", "positive"), "d2q": ("positive", "query")}

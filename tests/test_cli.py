@@ -12,10 +12,10 @@ import pytest
 
 from anchor_embedding import __version__
 from anchor_embedding.cli import main
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.testing import PROSE, tiny_tokenizer
-from anchor_embedding.text import TextTokenizer
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.model.text import TextTokenizer
 
 WORDS = PROSE.split()
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anchor_embedding.data import Example
-from anchor_embedding.errors import InputError
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import tiny_model
-from anchor_embedding.training import dry_run, make_data, prepare_tokenizer, train
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import tiny_model
+from anchor_embedding.data.examples import Example
+from anchor_embedding.train.loop import dry_run, make_data, prepare_tokenizer, train
+from anchor_embedding.train.recipe import Recipe
 
 SETTINGS = dict(name="control", data="-", steps=6, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40, dtype="float32")
 

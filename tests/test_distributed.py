@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.train.recipe import Recipe
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WORDS = PROSE.split()
@@ -188,10 +188,10 @@ def test_lower_precision_noise_and_recomputation(folder):
 CHOICE = """
 import os, sys
 from unittest import mock
-from anchor_embedding import training
-from anchor_embedding.data import Example
-from anchor_embedding.processes import end_process
-from anchor_embedding.recipe import from_toml
+from anchor_embedding.train import loop as training
+from anchor_embedding.data.examples import Example
+from anchor_embedding.model.ranks import end_process
+from anchor_embedding.train.recipe import from_toml
 
 rank = int(os.environ["RANK"])
 pairs = [Example(f"query {i}", f"document {i} of them", (), "pairs") for i in range(16)]

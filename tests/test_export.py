@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from anchor_embedding.decoder import CausalDecoder, add_lora, merge_lora
-from anchor_embedding.docstrings import docstring_pairs
-from anchor_embedding.embedder import Embedder, load_embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.export import (
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.data.docstrings import docstring_pairs
+from anchor_embedding.embed.embedder import Embedder, load_embedder
+from anchor_embedding.embed.export import (
     QUERY_INSTRUCTION,
     check_tokenizer,
     export_embedder,
@@ -27,10 +27,10 @@ from anchor_embedding.export import (
     push_to_hub,
     template_tokenizer,
 )
-from anchor_embedding.recipe import load_recipe
-from anchor_embedding.testing import KINDS, PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.text import TextTokenizer
-from anchor_embedding.training import train
+from anchor_embedding.model.decoder import CausalDecoder, add_lora, merge_lora
+from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.train.loop import train
+from anchor_embedding.train.recipe import load_recipe
 
 MODELS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm2": "llama", "mistral": "mistral", "gemma": "gemma3_text"}
 # the classes that published tokenizers declare, and flags of theirs that make transformers write a post-processor of its own
@@ -265,7 +265,7 @@ FROM_HUB = """
 import sys
 import numpy as np
 from sentence_transformers import SentenceTransformer
-from anchor_embedding.embedder import Embedder
+from anchor_embedding.embed.embedder import Embedder
 
 found = []
 for name in ("owner/merged", "owner/adapter"):
@@ -348,7 +348,7 @@ def test_what_no_tokenizer_can_say(tmp_path):
 
 
 def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
-    from anchor_embedding.benchmark import model_revision
+    from anchor_embedding.evaluate.benchmark import model_revision
 
     for seed in (1, 2):
         decoder = CausalDecoder(tiny_model(seed=seed))

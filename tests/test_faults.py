@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.embed.embedder import Embedder
 
 WORDS = PROSE.split()
 TRAIN = """
@@ -17,7 +17,7 @@ import json, resource, sys
 from anchor_embedding.cli import main
 
 # the limit that plays the full disk is set when training writes its checkpoint of this step
-import anchor_embedding.training as training
+import anchor_embedding.train.loop as training
 limited, real = int(sys.argv[1]), training.save_checkpoint
 
 def save_checkpoint(folder, *arguments):

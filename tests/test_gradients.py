@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anchor_embedding import training
 from anchor_embedding.cli import main
-from anchor_embedding.data import Example
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.runs import read_log
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.training import (
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.data.examples import Example
+from anchor_embedding.train import loop as training
+from anchor_embedding.train.loop import (
     Training,
     compare_gradients,
     dry_run,
@@ -26,6 +24,8 @@ from anchor_embedding.training import (
     prepare_embedder,
     train,
 )
+from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.runs import read_log
 
 WORDS = PROSE.split()
 PAIRS = [Example(" ".join(WORDS[i : i + 5]), " ".join(WORDS[i + 5 : i + 17]), (), "prose") for i in range(0, 96, 3)]
@@ -151,9 +151,9 @@ from unittest import mock
 import torch
 sys.path.insert(0, {tests!r})
 from test_gradients import PAIRS, SHARED, quiet
-from anchor_embedding import training
-from anchor_embedding.processes import end_process
-from anchor_embedding.recipe import Recipe
+from anchor_embedding.train import loop as training
+from anchor_embedding.model.ranks import end_process
+from anchor_embedding.train.recipe import Recipe
 torch.set_num_threads(1)
 for name in ("with", "without"):
     patch = mock.patch.object(training, "compare_gradients", lambda *args: {{}}) if name == "without" else mock.MagicMock()

@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 
-from anchor_embedding import pipeline
-from anchor_embedding.docstrings import docstring_pairs, heldout_part
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.recipe import load_recipe
-from anchor_embedding.testing import PROSE
-from anchor_embedding.tournament import tournament
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.data.docstrings import docstring_pairs, heldout_part
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.study import pipeline
+from anchor_embedding.study.tournament import tournament
+from anchor_embedding.train.recipe import load_recipe
 
 WORDS = PROSE.split()
 

@@ -16,7 +16,7 @@ import pytest
 from notebook_checks import ROOT, cell_flags, compare, executed_ids, find_notebooks, split_source
 
 NBS = ROOT / "nbs"
-QUICK = ("61_pictures.ipynb", "look_inside.ipynb")
+QUICK = ("study/30_pictures.ipynb", "look_inside.ipynb")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -104,12 +104,12 @@ def test_run_all_of_every_other_notebook(name):
 LIVE = """
 import tempfile
 from pathlib import Path
-from anchor_embedding.data import Example
-from anchor_embedding.display import LossCurve
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.runs import read_log
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.training import train
+from anchor_embedding.data.examples import Example
+from anchor_embedding.common.show import LossCurve
+from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.runs import read_log
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.train.loop import train
 folder, words = Path(tempfile.mkdtemp()), PROSE.split()
 tiny_model("llama").save_pretrained(folder / "base")
 tiny_tokenizer("smollm2").save_pretrained(folder / "base")
@@ -123,8 +123,8 @@ with LossCurve(seconds=0) as curve:
 """
 LAST = 'print(json.dumps(read_log(folder / "run" / "metrics.jsonl")))'
 SEARCH = """
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.search import search_box
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.study.search import search_box
 widget = search_box(Embedder.from_pretrained(folder / "run" / "final"), [pair.positive for pair in pairs] + ["<i>a & b</i>"], top=2)
 box, shown = widget.children
 for query in ("<i>a & b</i>", " "):

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import PROSE
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()
 STEPS = 8

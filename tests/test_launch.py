@@ -15,12 +15,12 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from anchor_embedding import launch as launching
-from anchor_embedding.errors import InputError
-from anchor_embedding.launch import WorkerError, launch
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import PROSE
-from anchor_embedding.training import train
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.train import launch as launching
+from anchor_embedding.train.launch import WorkerError, launch
+from anchor_embedding.train.loop import train
+from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()
 # python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every step
@@ -37,7 +37,7 @@ if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", ""):
 
     torch.optim.AdamW.step = step
 """
-START = "import json, sys; from anchor_embedding.launch import launch; from anchor_embedding.recipe import load_recipe; " \
+START = "import json, sys; from anchor_embedding.train.launch import launch; from anchor_embedding.train.recipe import load_recipe; " \
         "launch(load_recipe(sys.argv[1]), **json.loads(sys.argv[2]), say=lambda text: print(text, flush=True))"  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def alive(processes):
 
 
 @pytest.mark.parametrize(("code", "error", "words"), [
-    ("from anchor_embedding.errors import InputError; raise InputError('pairs.jsonl:3: nothing there')", InputError,
+    ("from anchor_embedding.common.errors import InputError; raise InputError('pairs.jsonl:3: nothing there')", InputError,
      ["pairs.jsonl:3: nothing there"]),
     ("raise ZeroDivisionError('in the third step')", WorkerError,
      ["rank 1 ended with exit code 1", "rank-1.log", "Traceback", "ZeroDivisionError: in the third step"]),
@@ -197,7 +197,7 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     wanted, out = str(tmp_path / "wanted.toml"), str(tmp_path / "run")
     manager, kernel = client.start_new_kernel(kernel_name="python3", env=dict(os.environ))
     try:
-        kernel.execute(f"from anchor_embedding.launch import launch\nlaunch({wanted!r}, 2, {out!r})")
+        kernel.execute(f"from anchor_embedding.train.launch import launch\nlaunch({wanted!r}, 2, {out!r})")
         wait_until(lambda: len(steps(tmp_path)) >= 42)
         time.sleep(1)
         processes = psutil.Process(manager.provisioner.process.pid).children(recursive=True)
@@ -236,7 +236,7 @@ def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
 
 def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
     """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still do the same things."""
-    late = "import anchor_embedding.runs as r; real = r.RunFolder.checkpoints; " \
+    late = "import anchor_embedding.train.runs as r; real = r.RunFolder.checkpoints; " \
            "r.RunFolder.checkpoints = lambda self: time.sleep(0.3) or real(self)"  # fmt: skip
     fault(monkeypatch, late, step=1)
     watcher = started(recipe, tmp_path, grace=2)

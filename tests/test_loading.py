@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli import main
-from anchor_embedding.embedder import PAUSE_TOKENS, Embedder
-from anchor_embedding.testing import tiny_model, tiny_tokenizer
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.embed.embedder import PAUSE_TOKENS, Embedder
 
 
 @pytest.fixture(scope="module")

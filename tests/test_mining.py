@@ -9,16 +9,16 @@ import sys
 import numpy as np
 import pytest
 
-from anchor_embedding.batches import Instructions, tokenize_batch
 from anchor_embedding.cli import main
-from anchor_embedding.data import read_examples
-from anchor_embedding.docstrings import docstring_pairs
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.evaluation import HeldoutRetrieval
-from anchor_embedding.export import export_embedder
-from anchor_embedding.mining import MiningSettings, mine_negatives
-from anchor_embedding.recipe import load_recipe
-from anchor_embedding.training import train
+from anchor_embedding.data.batches import Instructions, tokenize_batch
+from anchor_embedding.data.docstrings import docstring_pairs
+from anchor_embedding.data.examples import read_examples
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.export import export_embedder
+from anchor_embedding.embed.mining import MiningSettings, mine_negatives
+from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
+from anchor_embedding.train.loop import train
+from anchor_embedding.train.recipe import load_recipe
 
 QUIET = {"progress": False, "say": lambda text: None}
 
@@ -160,7 +160,7 @@ def test_datasets_stay_apart(tmp_path):
 MEMORY = """
 import json, re, sys
 import numpy as np
-from anchor_embedding.mining import CosineScores, MiningSettings, mine_negatives
+from anchor_embedding.embed.mining import CosineScores, MiningSettings, mine_negatives
 most = 0
 def encode(texts):
     global most
@@ -198,7 +198,7 @@ def test_memory_does_not_hold_the_corpus(tmp_path):
 SLOW = """
 import sys, time
 import numpy as np
-from anchor_embedding.mining import CosineScores, mine_negatives
+from anchor_embedding.embed.mining import CosineScores, mine_negatives
 def encode(texts):
     print("encoding", flush=True)
     time.sleep(60)
@@ -310,6 +310,6 @@ def test_interrupted_says_that_nothing_was_written(pairs, tmp_path, capsys, monk
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anchor_embedding.mining.read_pool", interrupted)
+    monkeypatch.setattr("anchor_embedding.embed.mining.read_pool", interrupted)
     assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
     assert "interrupted; nothing was written" in capsys.readouterr().err and not [*tmp_path.iterdir()]

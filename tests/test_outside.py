@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from anchor_embedding.recipe import load_recipe
+from anchor_embedding.train.recipe import load_recipe
 
 MODULE = '''
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 
 from anchor_embedding.objectives.contrastive import Contrastive
-from anchor_embedding.settings import NotNegative
+from anchor_embedding.common.settings import NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from anchor_embedding.errors import InputError
-from anchor_embedding.paper import (
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.evaluate.paper import (
     TABLES,
     compare,
     comparison_rows,
@@ -16,8 +16,8 @@ from anchor_embedding.paper import (
     paper_tasks,
     query_differences,
 )
-from anchor_embedding.significance import paired_bootstrap
-from anchor_embedding.tasks import subset15
+from anchor_embedding.evaluate.significance import paired_bootstrap
+from anchor_embedding.evaluate.tasks import subset15
 
 CATEGORY_SIZES = {
     "retrieval": 15,

@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anchor_embedding.benchmark import model_revision
-from anchor_embedding.data import Example
-from anchor_embedding.decoder import POOLINGS
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.packing import ATTENTION, attention_kernel, pack, packed_forward
-from anchor_embedding.pipeline import run_pipeline
-from anchor_embedding.recipe import Pipeline, Pooling, Recipe, load_recipe
-from anchor_embedding.report import plot_anchor_gain, plot_losses
-from anchor_embedding.testing import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.training import dry_run, prepare_embedder, train
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.data.examples import Example
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.evaluate.benchmark import model_revision
+from anchor_embedding.model.decoder import POOLINGS
+from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, packed_forward
+from anchor_embedding.study.pipeline import run_pipeline
+from anchor_embedding.study.report import plot_anchor_gain, plot_losses
+from anchor_embedding.train.loop import dry_run, prepare_embedder, train
+from anchor_embedding.train.recipe import Pipeline, Pooling, Recipe, load_recipe
 
 warnings.simplefilter("ignore", FutureWarning)
 WORDS = PROSE.split()

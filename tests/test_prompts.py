@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from anchor_embedding.cli import main
-from anchor_embedding.embedder import SETTINGS_FILE, Embedder
-from anchor_embedding.paper import compare
-from anchor_embedding.testing import PROSE
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.embed.embedder import SETTINGS_FILE, Embedder
+from anchor_embedding.evaluate.paper import compare
 
 WORDS = PROSE.split()
 STS = "Retrieve semantically similar text"  # Table 13; mteb has a full stop behind it

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from anchor_embedding.docstrings import docstring_pairs
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.pipeline import run_pipeline
-from anchor_embedding.recipe import load_recipe
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.data.docstrings import docstring_pairs
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.study.pipeline import run_pipeline
+from anchor_embedding.train.recipe import load_recipe
 
 METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anchor_embedding.data import Example
-from anchor_embedding.decoder import add_lora, merge_lora
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
-from anchor_embedding.packing import pack
-from anchor_embedding.reading import (
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import MODEL_KINDS, tiny_model, tiny_tokenizer
+from anchor_embedding.data.examples import Example
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.reading import (
     Reading,
     Readings,
     generate,
@@ -22,7 +21,8 @@ from anchor_embedding.reading import (
     reading_report,
     reconstruction_losses,
 )
-from anchor_embedding.testing import MODEL_KINDS, tiny_model, tiny_tokenizer
+from anchor_embedding.model.decoder import add_lora, merge_lora
+from anchor_embedding.model.packing import pack
 
 LOAD = {"dtype": "float32", "device": "cpu"}
 PAIRS = [Example("what holds the ship", "the anchor"), Example("what turns", "the tide"), Example("who asks", "a query asks")]

@@ -6,8 +6,16 @@ from unittest import mock
 
 import pytest
 
-from anchor_embedding.plan import Plan, plan, trained_parameters, verdicts
-from anchor_embedding.recipe import Pipeline, Recipe, deviations, from_toml, load_recipe, recipe_table, shipped_recipes
+from anchor_embedding.train.plan import Plan, plan, trained_parameters, verdicts
+from anchor_embedding.train.recipe import (
+    Pipeline,
+    Recipe,
+    deviations,
+    from_toml,
+    load_recipe,
+    recipe_table,
+    shipped_recipes,
+)
 
 BASES = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
@@ -172,7 +180,7 @@ def test_training_stages(model):
 
 
 def test_files_say_where_their_numbers_are_from():
-    from anchor_embedding import recipe
+    from anchor_embedding.train import recipe
 
     folder = recipe.files("anchor_embedding") / "recipes"
     for name, file in recipe._files(folder):

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from test_distributed import PAIRS, start
 
-from anchor_embedding.data import Example
-from anchor_embedding.decoder import merge_lora
-from anchor_embedding.embedder import Embedder
-from anchor_embedding.errors import InputError
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.data.examples import Example
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.model.decoder import merge_lora
 from anchor_embedding.objectives.refinement import SoftTokens
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import tiny_model, tiny_tokenizer
-from anchor_embedding.training import dry_run, train
+from anchor_embedding.train.loop import dry_run, train
+from anchor_embedding.train.recipe import Recipe
 
 EXAMPLES = [Example(query, positive, tuple(negatives), "pairs") for query, positive, negatives in PAIRS]
 TEXTS = ["The anchor holds the ship.", "", "A query asks in a few words. " * 20, "錨は船を支える。"]

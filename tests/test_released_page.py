@@ -45,8 +45,8 @@ def test_every_row_names_a_test_that_exists():
 
 
 def test_a_name_that_does_not_exist_is_noticed():
-    assert missing("[here](00_text.ipynb#proofs), `tests/test_released_page.py::test_there_is_one_row_for_each_difference`") == []
-    assert missing("[here](00_text.ipynb#no-such-heading), `tests/test_released_page.py::test_none`") == [
-        ("00_text.ipynb", "no-such-heading"),
+    assert missing("[here](model/10_text.ipynb#proofs), `tests/test_released_page.py::test_there_is_one_row_for_each_difference`") == []
+    assert missing("[here](model/10_text.ipynb#no-such-heading), `tests/test_released_page.py::test_none`") == [
+        ("model/10_text.ipynb", "no-such-heading"),
         ("tests/test_released_page.py", "test_none"),
     ]

@@ -77,7 +77,7 @@ def pages(site):
         ("toc: true", "toc: true\n    code-fold: true", "the key format.html.code-fold is not known"),
         ("html-math-method: mathml", "html-math-method: katex", "format.html.html-math-method is 'katex'"),
         ("- index.ipynb", "- index.qmd", "must list notebooks and sections of notebooks"),
-        ("- 00_text.ipynb", "- 00_gone.ipynb", "names 00_gone.ipynb, and there is no such notebook"),
+        ("- model/10_text.ipynb", "- 00_gone.ipynb", "names 00_gone.ipynb, and there is no such notebook"),
     ],
 )
 def test_what_is_not_known_ends_the_build(render, tmp_path, line, changed, said):

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anchor_embedding.batches import BatchPlan, Instructions
-from anchor_embedding.data import fingerprint, read_examples
-from anchor_embedding.errors import InputError
-from anchor_embedding.store import check_data, open_examples
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.data.batches import BatchPlan, Instructions
+from anchor_embedding.data.examples import fingerprint, read_examples
+from anchor_embedding.data.store import check_data, open_examples
 
 OLD_NAMES = """allnli_split1 allnli_split2 dureader eli5_question_answer fever hotpot_qa miracl mrtydi msmarco_passage msmarco_document nq
     quora_duplicates_split1 quora_duplicates_split2 squad t2ranking trivia_qa""".split()
@@ -172,7 +172,7 @@ def test_echo_names_old_and_new_all_have_instructions(tmp_path):
 
 OPEN = """
 import json, sys
-from anchor_embedding import store
+from anchor_embedding.data import store
 made, make = [], store._make_store
 store._make_store = lambda *args: (made.append(1), make(*args))
 said = []
@@ -230,7 +230,7 @@ def test_a_changed_source_is_read_anew(tmp_path, cache):
 
 def test_a_file_that_changes_or_vanishes_meanwhile_is_an_error(tmp_path, cache, monkeypatch):
     path = write_rows(tmp_path / "source" / "nq.jsonl", rows(50))
-    from anchor_embedding import store
+    from anchor_embedding.data import store
 
     write = store._write_store
 
@@ -288,8 +288,8 @@ def test_check_goes_on_after_a_broken_file(tmp_path):
 MEASURE = """
 import json, resource, sys, time
 import numpy as np
-from anchor_embedding.batches import BatchPlan
-from anchor_embedding.store import open_examples
+from anchor_embedding.data.batches import BatchPlan
+from anchor_embedding.data.store import open_examples
 start = time.perf_counter()
 store = open_examples(sys.argv[1], progress=False, say=lambda text: None)
 opened = time.perf_counter() - start

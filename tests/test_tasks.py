@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from anchor_embedding.errors import InputError
-from anchor_embedding.tasks import (
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.evaluate.tasks import (
     PROMPTS,
     data_fingerprint,
     find_tasks,

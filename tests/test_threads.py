@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from anchor_embedding.decoder import CausalDecoder
-from anchor_embedding.packing import ATTENTION, pack
-from anchor_embedding.testing import tiny_model
+from anchor_embedding.common.tiny import tiny_model
+from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.packing import ATTENTION, pack
 
 TEXTS = [[5, 6, 7, 2], [9, 2], [*range(20, 90), 2]]
 DTYPES = (torch.float32, torch.bfloat16)

@@ -6,17 +6,15 @@ import random
 import pytest
 from test_cli import failure
 
-from anchor_embedding.batches import BatchPlan
 from anchor_embedding.cli import main
-from anchor_embedding.data import Example
-from anchor_embedding.errors import InputError
-from anchor_embedding.pipeline import SplitPairs
-from anchor_embedding.recipe import from_toml, load_recipe
-from anchor_embedding.report import seed_figures
-from anchor_embedding.runs import read_log
-from anchor_embedding.significance import paired_bootstrap
-from anchor_embedding.testing import PROSE
-from anchor_embedding.tournament import (
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.data.batches import BatchPlan
+from anchor_embedding.data.examples import Example
+from anchor_embedding.evaluate.significance import paired_bootstrap
+from anchor_embedding.study.pipeline import SplitPairs
+from anchor_embedding.study.report import seed_figures
+from anchor_embedding.study.tournament import (
     against_itself,
     contestants,
     differences,
@@ -25,6 +23,8 @@ from anchor_embedding.tournament import (
     spend,
     tournament,
 )
+from anchor_embedding.train.recipe import from_toml, load_recipe
+from anchor_embedding.train.runs import read_log
 
 WORDS, DRAW = PROSE.split(), random.Random(0)
 ROWS = [Example(" ".join(DRAW.sample(WORDS, 4)), " ".join(DRAW.sample(WORDS, 10)), (), "prose") for _ in range(60)]

@@ -5,11 +5,11 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from anchor_embedding import training
-from anchor_embedding.data import Example
-from anchor_embedding.errors import InputError
-from anchor_embedding.recipe import Recipe
-from anchor_embedding.testing import PROSE
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.data.examples import Example
+from anchor_embedding.train import loop as training
+from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()
 PAIRS = [Example(" ".join(WORDS[i : i + 5]), " ".join(WORDS[i + 5 : i + 17]), (), ("prose", "poetry")[i % 2]) for i in range(40)]

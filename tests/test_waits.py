@@ -12,11 +12,11 @@ from accelerate.state import AcceleratorState
 from objectives_worker import CASES, make_batch, silenced
 from torch.overrides import TorchFunctionMode
 
-from anchor_embedding.bidirectional import set_attention
-from anchor_embedding.decoder import CausalDecoder
+from anchor_embedding.common.tiny import tiny_model
+from anchor_embedding.model.bidirectional import set_attention
+from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.packing import ATTENTION
 from anchor_embedding.objectives import contrasted_reconstruction, contrastive, reconstruction, released
-from anchor_embedding.packing import ATTENTION
-from anchor_embedding.testing import tiny_model
 
 NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}  # the loss terms, once a step
 ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "bag_of_tokens.py",

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import decoder as decoding
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder
+from ..common.settings import Share
+from ..data.batches import TokenBatch
+from ..model import decoder as decoding
+from ..model.decoder import CausalDecoder
+from ..model.packing import pack
 from .objective import SIDES, PairTokens, TextLengths
 from .reconstruction import TokenMeans
-from ..packing import pack
-from ..settings import Share
 
 # %% ../../nbs/objectives/26_bag_of_tokens.ipynb #9efe63fd
 def bag_loss(

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder
-from ..display import counted
+from ..common.settings import Positive
+from ..common.show import counted
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder
 from .contrastive import Contrastive, as_numbers
 from .objective import PairTokens, TextLengths
 from .reconstruction import Reconstruction
-from ..settings import Positive
 
 # %% ../../nbs/objectives/30_contrasted_reconstruction.ipynb #a5ca13b7
 @dataclass(frozen=True, kw_only=True)

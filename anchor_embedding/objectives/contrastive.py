@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder
-from ..display import counted
-from ..errors import InputError
+from ..common.errors import InputError
+from ..common.settings import Natural, Numbers, Positive, given, obeys
+from ..common.show import counted
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder
+from ..model.packing import pack
+from ..model.ranks import agreed_parts, gather_rows, sync_gradients
 from .objective import Objective, PairTokens, TextLengths
-from ..packing import pack
-from ..processes import agreed_parts, gather_rows, sync_gradients
-from ..settings import Natural, Numbers, Positive, given, obeys
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #49207155
 def rivals_of_pairs(

@@ -13,13 +13,13 @@ from typing import ClassVar
 
 import torch
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder, vocabulary_loss
+from ..common.settings import Share, given
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.packing import pack
+from ..model.text import TextTokenizer
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import TokenMeans
-from ..packing import pack
-from ..settings import Share, given
-from ..text import TextTokenizer
 
 # %% ../../nbs/objectives/32_language_model.ipynb #219c4203
 @dataclass(frozen=True, kw_only=True)

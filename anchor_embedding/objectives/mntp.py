@@ -16,14 +16,14 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder, vocabulary_loss
-from ..errors import InputError
+from ..common.errors import InputError
+from ..common.settings import NonEmpty, given
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.packing import pack
+from ..model.text import TextTokenizer, TokenizedText
 from .objective import PairTokens, TextLengths
 from .reconstruction import TokenMeans
-from ..packing import pack
-from ..settings import NonEmpty, given
-from ..text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/objectives/27_mntp.ipynb #ce21e564
 def mask_id(

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 # %% ../../nbs/objectives/10_objective.ipynb #e707d645
 from .. import objectives
-from ..errors import InputError
-from ..settings import Checked, given, settings_of
+from ..common.errors import InputError
+from ..common.settings import Checked, given, settings_of
 
 # %% ../../nbs/objectives/10_objective.ipynb #22e20eeb
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..batches import TokenBatch
-from ..ceiling import anchor_ceiling, separator_ids, share_of_ceiling
-from ..decoder import CausalDecoder, vocabulary_loss
-from ..errors import InputError
+from ..common.errors import InputError
+from ..common.settings import Natural, NotNegative, Positive, Share, given
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.packing import PackedBatch, pack
+from ..model.ranks import agreed_parts, gather_rows, global_sum, sync_gradients
+from ..model.text import TextTokenizer, opening_ids
+from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
 from .objective import SIDES, Objective, PairTokens, TextLengths
-from ..packing import PackedBatch, pack
-from ..processes import agreed_parts, gather_rows, global_sum, sync_gradients
-from ..settings import Natural, NotNegative, Positive, Share, given
-from ..text import TextTokenizer, opening_ids
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)

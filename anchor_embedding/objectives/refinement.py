@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder
-from ..errors import InputError
-from ..evaluation import HeldoutRetrieval, query_ndcg, rank_metrics
+from ..common.errors import InputError
+from ..common.settings import Counting, NotNegative, Positive, given
+from ..data.batches import TokenBatch
+from ..evaluate.retrieval import HeldoutRetrieval, query_ndcg, rank_metrics
+from ..evaluate.significance import paired_bootstrap
+from ..model.decoder import CausalDecoder
+from ..model.packing import PackedBatch, pack, packed_attention
+from ..model.text import TextTokenizer
 from .contrastive import Contrastive, contrastive_terms
-from ..packing import PackedBatch, pack, packed_attention
-from ..settings import Counting, NotNegative, Positive, given
-from ..significance import paired_bootstrap
-from ..text import TextTokenizer
 
 # %% ../../nbs/objectives/28_refinement.ipynb #ec4c7210
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import torch
 
-from ..batches import TokenBatch
-from ..decoder import CausalDecoder, vocabulary_loss
+from ..common.settings import Natural, Share, given
+from ..data.batches import TokenBatch
+from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.packing import masked_forward, pack
+from ..model.ranks import global_sum, sync_gradients
+from ..model.text import TextTokenizer, TokenizedText
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import Anchored, named_terms
-from ..packing import masked_forward, pack
-from ..processes import global_sum, sync_gradients
-from ..settings import Natural, Share, given
-from ..text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/objectives/22_released.ipynb #d98b7651
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Files, errors, settings, and how values are shown: what every room may use."""

@@ -1,0 +1,1 @@
+"""Texts to vectors and back: the embedder, and what is done with one."""

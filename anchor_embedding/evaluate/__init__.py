@@ -1,0 +1,1 @@
+"""Scores, and what their differences mean."""

@@ -1,0 +1,1 @@
+"""A text becomes a vector, and a vector the beginning of a text: tokens, packing, decoders."""
