@@ -16,9 +16,20 @@ NBS = ROOT / "nbs"
 
 def pytest_addoption(parser):
     group = parser.getgroup("notebooks")
-    group.addoption("--run-slow", action="store_true", help="also run tests marked slow and cells flagged `#| slow`")
-    group.addoption("--notebook-timeout", type=float, default=None, help="seconds a notebook may take (300; slow 3600)")
-    group.addoption("--notebook-workers", type=int, default=2, help="notebooks executed at the same time")
+    group.addoption(
+        "--run-slow",
+        action="store_true",
+        help="also run tests marked slow and cells flagged `#| slow`",
+    )
+    group.addoption(
+        "--notebook-timeout",
+        type=float,
+        default=None,
+        help="seconds a notebook may take (300; slow 3600)",
+    )
+    group.addoption(
+        "--notebook-workers", type=int, default=2, help="notebooks executed at the same time"
+    )
 
 
 def pytest_configure(config):
@@ -32,7 +43,11 @@ def pytest_configure(config):
 def set_environment(config):
     """For the tests and all their processes: one thread, no model hub, a fixed width, a cache of this session (unless
     the user names one) and an IPython folder without anyone's profile."""
-    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
         os.environ.setdefault(name, value)
     scratch = tempfile.TemporaryDirectory(prefix="anchor-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
@@ -40,7 +55,8 @@ def set_environment(config):
     os.environ.update(IPYTHONDIR=str(Path(scratch.name) / "ipython"), COLUMNS="80")
 
 
-# ---- notebooks as items ---------------------------------------------------------------------------------------------
+# ---- notebooks as items
+# ---------------------------------------------------------------------------------------------
 
 
 def pytest_collect_file(file_path: Path, parent):
@@ -61,7 +77,11 @@ class NotebookFault(Exception):
 
 class NotebookItem(pytest.Item):
     def repr_failure(self, excinfo, style=None):
-        return str(excinfo.value) if isinstance(excinfo.value, NotebookFault) else super().repr_failure(excinfo, style)
+        return (
+            str(excinfo.value)
+            if isinstance(excinfo.value, NotebookFault)
+            else super().repr_failure(excinfo, style)
+        )
 
     def reportinfo(self):
         return self.path, None, f"{self.path.relative_to(ROOT)} {self.name}"
@@ -87,7 +107,8 @@ class ExecuteItem(NotebookItem):
             print(run.log)
 
 
-# ---- execution, a few notebooks at a time ---------------------------------------------------------------------------
+# ---- execution, a few notebooks at a time
+# ---------------------------------------------------------------------------
 
 POOL = pytest.StashKey[ThreadPoolExecutor]()
 RUNS = pytest.StashKey[dict]()
@@ -98,7 +119,11 @@ def start_notebooks(session) -> dict:
     if RUNS not in session.stash:
         option = session.config.option
         timeout = option.notebook_timeout or (3600 if option.run_slow else 300)
-        skip = [f for f in cell_flags() if not (f == "slow" and option.run_slow) and not (f == "cuda" and has_cuda())]
+        skip = [
+            f
+            for f in cell_flags()
+            if not (f == "slow" and option.run_slow) and not (f == "cuda" and has_cuda())
+        ]
         pool = session.stash[POOL] = ThreadPoolExecutor(option.notebook_workers)
         paths = [item.path for item in session.items if isinstance(item, ExecuteItem)]
         session.stash[RUNS] = {path: pool.submit(check, path, skip, timeout) for path in paths}
@@ -118,7 +143,8 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-# ---- selection ------------------------------------------------------------------------------------------------------
+# ---- selection
+# ------------------------------------------------------------------------------------------------------
 
 
 def pytest_collection_modifyitems(config, items):

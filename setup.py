@@ -17,7 +17,9 @@ def lines(key):
     return [line.strip() for line in settings[key].splitlines() if line.strip()]
 
 
-version = re.search(r'^__version__ = "(.+)"', (here / package / "__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+version = re.search(
+    r'^__version__ = "(.+)"', (here / package / "__init__.py").read_text("utf-8"), re.MULTILINE
+)[1]
 setup(
     version=version,
     description=settings["description"],
@@ -31,7 +33,9 @@ setup(
     packages=find_namespace_packages(include=[package, f"{package}.*"], exclude=["*.__pycache__"]),
     package_data={package: lines("package_data")},
     install_requires=lines("requirements"),
-    extras_require={key.split("_")[0]: lines(key) for key in settings if key.endswith("_requirements")},
+    extras_require={
+        key.split("_")[0]: lines(key) for key in settings if key.endswith("_requirements")
+    },
     entry_points={"console_scripts": lines("console_scripts")},
     zip_safe=False,
 )

@@ -17,7 +17,11 @@ def text(lines) -> str:
 
 def from_root(markdown: str) -> str:
     """Links and pictures that are relative to nbs/, made relative to the project's folder."""
-    return re.sub(r"(\]\(|src=\")(?!https?:|#|mailto:|/)(\.\./)?", lambda m: m[1] + ("" if m[2] else "nbs/"), markdown)
+    return re.sub(
+        r"(\]\(|src=\")(?!https?:|#|mailto:|/)(\.\./)?",
+        lambda m: m[1] + ("" if m[2] else "nbs/"),
+        markdown,
+    )
 
 
 def shown(cell: dict) -> list[str]:
@@ -25,7 +29,9 @@ def shown(cell: dict) -> list[str]:
     source = text(cell["source"])
     if cell["cell_type"] == "markdown":
         return [from_root(source)]
-    if cell["cell_type"] != "code" or re.search(r"^#\| *(hide|include: *false)\s*$", source, re.MULTILINE):
+    if cell["cell_type"] != "code" or re.search(
+        r"^#\| *(hide|include: *false)\s*$", source, re.MULTILINE
+    ):
         return []
     code = re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
     hidden = re.search(r"^#\| *echo: *false\s*$", source, re.MULTILINE)
@@ -43,13 +49,24 @@ def output(out: dict) -> str:
 
 def readme(notebook: Path) -> str:
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
-    return HEADER + "\n\n".join(part.strip() for cell in cells for part in shown(cell) if part.strip()) + "\n"
+    return (
+        HEADER
+        + "\n\n".join(part.strip() for cell in cells for part in shown(cell) if part.strip())
+        + "\n"
+    )
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, the guide, other pages, the rooms, then the notebooks of each other folder."""
-    pages = sorted(folder.glob("[a-z]*.ipynb"), key=lambda path: (path.name != "index.ipynb", path.name))
-    sections = {"Guide": sorted(folder.glob("guide/*.ipynb")), "The rooms": sorted(folder.glob("[0-9]*.ipynb"))}
+    """The sidebar's contents: the index, the guide, other pages, the rooms, then the notebooks of
+    each other folder.
+    """
+    pages = sorted(
+        folder.glob("[a-z]*.ipynb"), key=lambda path: (path.name != "index.ipynb", path.name)
+    )
+    sections = {
+        "Guide": sorted(folder.glob("guide/*.ipynb")),
+        "The rooms": sorted(folder.glob("[0-9]*.ipynb")),
+    }
     for path in sorted(folder.glob("[a-z]*/")):
         sections.setdefault(path.name.capitalize(), sorted(path.glob("*.ipynb")))
     lines = []

@@ -1,6 +1,6 @@
 """How dense the code is, and how much of it hangs together: a few counts of the modules, as JSON.
 
-    python .ci/measure.py [FOLDER]    of the package in this checkout, or in another one"""
+python .ci/measure.py [FOLDER]    of the package in this checkout, or in another one"""
 
 import ast
 import json
@@ -11,18 +11,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "anchor_embedding"
 LEFT_OUT = {"_modidx"}  # written by nbdev, not by us
-TRAINING = ("training", "train.loop")  # the module of the training loop, in an earlier layout and in a later one
+# the module of the training loop, in an earlier layout and in a later one
+TRAINING = ("training", "train.loop")
 
 
 def read_modules(folder: Path) -> dict[str, str]:
     """Name inside the package → source."""
     files = sorted((folder / PACKAGE).rglob("*.py"))
-    names = {path: ".".join(path.relative_to(folder / PACKAGE).with_suffix("").parts) for path in files}
-    return {name: path.read_text("utf-8") for path, name in names.items() if path.stem not in LEFT_OUT}
+    names = {
+        path: ".".join(path.relative_to(folder / PACKAGE).with_suffix("").parts) for path in files
+    }
+    return {
+        name: path.read_text("utf-8") for path, name in names.items() if path.stem not in LEFT_OUT
+    }
 
 
 def functions(tree: ast.AST) -> list[ast.AST]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def density(node: ast.AST, lines: list[str]) -> float:
@@ -33,7 +40,11 @@ def density(node: ast.AST, lines: list[str]) -> float:
 
 def packed(node: ast.AST) -> bool:
     """`a, b = x, y`."""
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and isinstance(node.targets[0], ast.Tuple)
+    )
 
 
 def imported(name: str, tree: ast.AST, known: set[str]) -> set[str]:
@@ -42,10 +53,16 @@ def imported(name: str, tree: ast.AST, known: set[str]) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix(f"{PACKAGE}.") for alias in node.names if alias.name.startswith(f"{PACKAGE}.")}
+            found |= {
+                alias.name.removeprefix(f"{PACKAGE}.")
+                for alias in node.names
+                if alias.name.startswith(f"{PACKAGE}.")
+            }
         if isinstance(node, ast.ImportFrom):
             above = parts[: len(parts) - node.level] if node.level else []
-            module = ".".join([*above, *(node.module or "").removeprefix(PACKAGE).strip(".").split(".")]).strip(".")
+            module = ".".join(
+                [*above, *(node.module or "").removeprefix(PACKAGE).strip(".").split(".")]
+            ).strip(".")
             if node.level or (node.module or "").split(".")[0] == PACKAGE:
                 found |= {module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)}
     return found & known
@@ -53,7 +70,8 @@ def imported(name: str, tree: ast.AST, known: set[str]) -> set[str]:
 
 def reached(start: str, imports: dict[str, set[str]]) -> set[str]:
     """A module and everything that it imports, directly or not."""
-    found, waiting = set(), [start]
+    found = set()
+    waiting = [start]
     while waiting:
         name = waiting.pop()
         if name not in found:
@@ -63,7 +81,9 @@ def reached(start: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def code_lines(source: str) -> int:
-    return sum(1 for line in source.splitlines() if line.strip() and not line.strip().startswith("#"))
+    return sum(
+        1 for line in source.splitlines() if line.strip() and not line.strip().startswith("#")
+    )
 
 
 def measure(folder: Path) -> dict:
@@ -71,7 +91,11 @@ def measure(folder: Path) -> dict:
     trees = {name: ast.parse(source) for name, source in sources.items()}
     lines = [line for source in sources.values() for line in source.splitlines()]
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    every = [(function, sources[name].splitlines()) for name, tree in trees.items() for function in functions(tree)]
+    every = [
+        (function, sources[name].splitlines())
+        for name, tree in trees.items()
+        for function in functions(tree)
+    ]
     lengths = [node.end_lineno - node.lineno + 1 for node, _ in every]
     imports = {name: imported(name, tree, set(trees)) for name, tree in trees.items()}
     start = next(name for name in TRAINING if name in trees)
@@ -79,13 +103,22 @@ def measure(folder: Path) -> dict:
     return {
         "modules": len(trees),
         "statements and expressions": sum(isinstance(node, ast.stmt | ast.expr) for node in nodes),
-        "nodes a line of a function, median": round(statistics.median(density(*each) for each in every), 1),
-        "lines over 100 columns, %": round(100 * sum(len(line) > 100 for line in lines) / len(lines), 1),
-        "lines over 120 columns, %": round(100 * sum(len(line) > 120 for line in lines) / len(lines), 1),
+        "nodes a line of a function, median": round(
+            statistics.median(density(*each) for each in every), 1
+        ),
+        "lines over 100 columns, %": round(
+            100 * sum(len(line) > 100 for line in lines) / len(lines), 1
+        ),
+        "lines over 120 columns, %": round(
+            100 * sum(len(line) > 120 for line in lines) / len(lines), 1
+        ),
         "lambdas": sum(isinstance(node, ast.Lambda) for node in nodes),
         "packed assignments": sum(map(packed, nodes)),
         "functions, median and longest": [statistics.median(lengths), max(lengths)],
-        "imported by the training loop": {"modules": len(trainer) - 1, "lines of code": sum(code_lines(sources[name]) for name in trainer - {start})},
+        "imported by the training loop": {
+            "modules": len(trainer) - 1,
+            "lines of code": sum(code_lines(sources[name]) for name in trainer - {start}),
+        },
     }
 
 

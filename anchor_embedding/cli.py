@@ -29,8 +29,17 @@ def quickstart(args: argparse.Namespace) -> None:
     from anchor_embedding.study.pipeline import run_pipeline
     from anchor_embedding.train.recipe import load_recipe
 
-    given = [f"{key}={value}" for key in ("base", "data", "steps") if (value := getattr(args, key)) is not None]
-    run_pipeline(load_recipe("quickstart", [*given, *args.set], _say), args.out or Path("runs/quickstart"), say=_say, seeds=args.seeds)
+    given = [
+        f"{key}={value}"
+        for key in ("base", "data", "steps")
+        if (value := getattr(args, key)) is not None
+    ]
+    run_pipeline(
+        load_recipe("quickstart", [*given, *args.set], _say),
+        args.out or Path("runs/quickstart"),
+        say=_say,
+        seeds=args.seeds,
+    )
 
 # %% ../nbs/cli/10_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
@@ -42,7 +51,10 @@ def train(args: argparse.Namespace) -> None:
     if isinstance(recipe, Pipeline):
         if args.dry_run or args.resume or _many(args):
             words = "--dry-run, --resume, --nproc and --nodes"
-            raise InputError(f"{args.recipe} is a pipeline of several runs; {words} take a recipe of one stage; an unfinished one just goes on")
+            raise InputError(
+                f"{args.recipe} is a pipeline of several runs; {words} take a recipe "
+                "of one stage; an unfinished one just goes on"
+            )
         from anchor_embedding.study.pipeline import run_pipeline
 
         run_pipeline(recipe, out, say=_say)
@@ -51,7 +63,9 @@ def train(args: argparse.Namespace) -> None:
 
         print(json.dumps(dry_run(recipe, say=_say)))
     else:
-        _say(f"done: {_train_on_many(args, recipe, out) if _many(args) else _train_here(args, recipe, out)}")
+        _say(
+            f"done: {_train_on_many(args, recipe, out) if _many(args) else _train_here(args, recipe, out)}"
+        )
 
 # %% ../nbs/cli/10_cli.ipynb #168fee82
 def tournament(args: argparse.Namespace) -> None:
@@ -79,7 +93,10 @@ def _evaluator(args, recipe):
     "What scores the model every `eval_every` steps; None where nothing is to."
     if not args.eval_tasks and not args.data_dir:
         if recipe.eval_every:
-            _say(f"eval_every = {recipe.eval_every}, but nothing to evaluate: name tasks with --eval-tasks or --data-dir")
+            _say(
+                f"eval_every = {recipe.eval_every}, but nothing to evaluate: name tasks with "
+                "--eval-tasks or --data-dir"
+            )
         return None
     if not recipe.eval_every:
         raise InputError("--eval-tasks and --data-dir need to know when: --set eval_every=STEPS")
@@ -101,9 +118,19 @@ def _train_on_many(args, recipe, out: Path) -> Path:
 
     nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
     _evaluator(args, recipe)  # raises what the processes would raise
-    words = [f"--eval-tasks={args.eval_tasks}"] * bool(args.eval_tasks) + [f"--data-dir={args.data_dir}"] * bool(args.data_dir)
+    words = [f"--eval-tasks={args.eval_tasks}"] * bool(args.eval_tasks) + [
+        f"--data-dir={args.data_dir}"
+    ] * bool(args.data_dir)
     try:
-        return launch(recipe, 1 if args.nproc is None else args.nproc, out, resume=args.resume, words=words, say=_say, **nodes)
+        return launch(
+            recipe,
+            1 if args.nproc is None else args.nproc,
+            out,
+            resume=args.resume,
+            words=words,
+            say=_say,
+            **nodes,
+        )
     except WorkerError as error:
         _say(f"anchor: {error}")
         raise SystemExit(1) from None
@@ -119,12 +146,24 @@ def encode(args: argparse.Namespace) -> None:
     from anchor_embedding.embed.embedder import Embedder
 
     texts = read_texts(args.texts)
-    options = {key: value for key in ("template", "max_length") if (value := getattr(args, key)) is not None}
+    options = {
+        key: value
+        for key in ("template", "max_length")
+        if (value := getattr(args, key)) is not None
+    }
     embedder = Embedder.from_pretrained(args.model, dtype=args.dtype, **options)
-    vectors = embedder.encode(texts, instruction=args.instruction, batch_tokens=args.batch_tokens, normalize=args.normalize)
+    vectors = embedder.encode(
+        texts,
+        instruction=args.instruction,
+        batch_tokens=args.batch_tokens,
+        normalize=args.normalize,
+    )
     with atomic_file(args.out) as aside, open(aside, "wb") as file:
         np.save(file, vectors)
-    _say(f"{counted(vectors.shape[0], 'vector')} of {counted(vectors.shape[1], 'dimension')}: {args.out}")
+    _say(
+        f"{counted(vectors.shape[0], 'vector')} of {counted(vectors.shape[1], 'dimension')}: "
+        f"{args.out}"
+    )
 
 
 def recipes(args: argparse.Namespace) -> None:
@@ -144,7 +183,9 @@ def plan(args: argparse.Namespace) -> None:
     from anchor_embedding.train.plan import plan as make_plan
     from anchor_embedding.train.recipe import load_recipe
 
-    made = make_plan(load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True)
+    made = make_plan(
+        load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True
+    )
     print(json.dumps(made.to_dict()) if args.json else made)
 
 
@@ -157,13 +198,20 @@ def data(args: argparse.Namespace) -> None:
     found = check_data(args.source)
     print(json.dumps(found.to_dict()) if args.json else found)
     if args.plot:
-        figure, kind = plot_lengths(found), args.plot.suffix.lstrip(".").lower() or "png"
+        figure = plot_lengths(found)
+        kind = args.plot.suffix.lstrip(".").lower() or "png"
         if kind not in figure.canvas.get_supported_filetypes():
-            raise InputError(f"--plot {args.plot}: pictures cannot be written as .{kind}; take .png, .pdf or .svg")
+            raise InputError(
+                f"--plot {args.plot}: pictures cannot be written as .{kind}; take "
+                ".png, .pdf or .svg"
+            )
         with atomic_file(args.plot) as aside:
             figure.savefig(aside, dpi=150, format=kind)
     if found.bad_rows:
-        raise InputError(f"{args.source}: {counted(found.bad_rows, 'bad row')}; mend them, or train with --set on_bad_row=skip")
+        raise InputError(
+            f"{args.source}: {counted(found.bad_rows, 'bad row')}; mend them, or "
+            "train with --set on_bad_row=skip"
+        )
 
 # %% ../nbs/cli/10_cli.ipynb #c1b066f5
 def mine(args: argparse.Namespace) -> None:
@@ -173,14 +221,27 @@ def mine(args: argparse.Namespace) -> None:
     from anchor_embedding.embed.mining import MiningSettings, mine_negatives
     from anchor_embedding.train.loop import find_instructions
 
-    settings = MiningSettings(**{field.name: getattr(args, field.name) for field in fields(MiningSettings)})
-    given = {"corpus": args.corpus, "instructions": find_instructions(args.instructions), "on_bad_row": args.on_bad_row, "dtype": args.dtype}
+    settings = MiningSettings(
+        **{field.name: getattr(args, field.name) for field in fields(MiningSettings)}
+    )
+    given = {
+        "corpus": args.corpus,
+        "instructions": find_instructions(args.instructions),
+        "on_bad_row": args.on_bad_row,
+        "dtype": args.dtype,
+    }
     mined = mine_negatives(args.source, args.out, args.model, settings, say=_say, **given)
     print(json.dumps(mined.card) if args.json else mined)
     if any(figures["negatives"] for figures in mined.card["datasets"].values()):
-        _say(f"train with: --set data={args.out} --set hard_negatives=N, N at most {args.num_negatives}")
+        _say(
+            f"train with: --set data={args.out} --set hard_negatives=N, N at most "
+            f"{args.num_negatives}"
+        )
     else:
-        _say(f"{args.out}: no negative was found for any query; lower the margin, raise --range-max, or give more documents with --corpus")
+        _say(
+            f"{args.out}: no negative was found for any query; lower the margin, raise "
+            "--range-max, or give more documents with --corpus"
+        )
 
 # %% ../nbs/cli/10_cli.ipynb #f89cd116
 def evaluate(args: argparse.Namespace) -> None:
@@ -209,12 +270,21 @@ def _tasks(args) -> str | None:
 
 
 def _scoring(args) -> dict:
-    return {"data_dir": args.data_dir, "prompts": args.prompts, "dtype": args.dtype, "max_length": args.max_length}
+    return {
+        "data_dir": args.data_dir,
+        "prompts": args.prompts,
+        "dtype": args.dtype,
+        "max_length": args.max_length,
+    }
 
 
 def _fail_for(found: list[dict]) -> None:
     "Raise `InputError` when a task or a model failed; all others are done by then."
-    failed = [f"{scores['model']}: {name}: {reason}" for scores in found for name, reason in scores.get("errors", {}).items()]
+    failed = [
+        f"{scores['model']}: {name}: {reason}"
+        for scores in found
+        for name, reason in scores.get("errors", {}).items()
+    ]
     if failed:
         raise InputError(f"{len(failed)} failed; {failed[0]}")
 
@@ -230,21 +300,33 @@ def sweep_steps(args: argparse.Namespace) -> None:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")
     embedder = Embedder.from_pretrained(args.model, dtype=args.dtype)
     if embedder.soft_tokens is None:
-        raise InputError(f"{args.model} has no soft tokens to sweep; train one with the objective 'refinement', for example `smollm2-135m/gircse`")
+        raise InputError(
+            f"{args.model} has no soft tokens to sweep; train one with the objective "
+            "'refinement', for example `smollm2-135m/gircse`"
+        )
     pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
-    heldout = HeldoutRetrieval([pair.query for pair in pairs.heldout], [pair.positive for pair in pairs.heldout], pairs.clusters)
+    heldout = HeldoutRetrieval(
+        [pair.query for pair in pairs.heldout],
+        [pair.positive for pair in pairs.heldout],
+        pairs.clusters,
+    )
     rows = sweep_model(embedder, heldout, args.refine_steps)
     if args.json:
         from anchor_embedding.common.files import write_text
         from anchor_embedding.study.tournament import sweep_record
 
-        write_text(args.json, json.dumps(sweep_record(args.model, embedder, rows, pairs, args.note), indent=1) + "\n")
+        write_text(
+            args.json,
+            json.dumps(sweep_record(args.model, embedder, rows, pairs, args.note), indent=1) + "\n",
+        )
     if args.plot:
         from anchor_embedding.common.files import atomic_file
         from anchor_embedding.study.report import plot_sweep
 
         with atomic_file(args.plot) as aside:
-            plot_sweep({args.model: rows}, embedder.soft_tokens.steps).savefig(aside, format=args.plot.suffix.removeprefix(".") or "png")
+            plot_sweep({args.model: rows}, embedder.soft_tokens.steps).savefig(
+                aside, format=args.plot.suffix.removeprefix(".") or "png"
+            )
     for row in rows:
         print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
 
@@ -258,7 +340,11 @@ def aa_check(args: argparse.Namespace) -> None:
         from anchor_embedding.common.files import write_text
 
         write_text(args.json, json.dumps(record, indent=1) + "\n")
-    print(json.dumps({key: record[key] for key in ("tournaments", "seeds", "same", "planted", "different")}))
+    print(
+        json.dumps(
+            {key: record[key] for key in ("tournaments", "seeds", "same", "planted", "different")}
+        )
+    )
 
 # %% ../nbs/cli/10_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
@@ -280,8 +366,14 @@ def ceiling(args: argparse.Namespace) -> None:
     pairs = _heldout_pairs(args.data, args.pairs, args.seed)
     settings = {} if args.max_length is None else {"max_length": args.max_length}
     embedder = Embedder.from_pretrained(args.base, dtype=args.dtype, **settings)
-    how = {"separator": args.separator, "first_tokens": args.first_tokens, "token_budget": args.token_budget}
-    found = measure_ceilings(embedder.decoder, embedder.tokenizer, pairs, embedder.decode_opening, say=_say, **how)
+    how = {
+        "separator": args.separator,
+        "first_tokens": args.first_tokens,
+        "token_budget": args.token_budget,
+    }
+    found = measure_ceilings(
+        embedder.decoder, embedder.tokenizer, pairs, embedder.decode_opening, say=_say, **how
+    )
     print(found)
     if args.out:
         record = {"about": _about(args, embedder.decoder), **found.to_dict()}
@@ -296,10 +388,14 @@ def _heldout_pairs(sources: list[str], number: int, seed: int) -> dict:  # datas
 
     pairs = {}
     for source in sources:
-        examples = docstring_pairs().heldout if source == "docstrings" else open_examples(source, say=_say)
+        examples = (
+            docstring_pairs().heldout if source == "docstrings" else open_examples(source, say=_say)
+        )
         drawn = draw_pairs(examples, number, seed)
         if twice := sorted(set(drawn) & set(pairs)):
-            raise InputError(f"{source}: dataset {twice[0]!r} is in another source too; give each dataset once")
+            raise InputError(
+                f"{source}: dataset {twice[0]!r} is in another source too; give each dataset once"
+            )
         pairs |= drawn
     return pairs
 
@@ -312,23 +408,48 @@ def _about(args: argparse.Namespace, decoder) -> dict:
     from anchor_embedding.train.runs import source_commit
 
     dtype = str(decoder.compute_dtype or decoder.head.weight.dtype).removeprefix("torch.")
-    device, date = device_name(decoder.device), time.strftime("%Y-%m-%d")
-    return {"command": args.command, "commit": source_commit(), "device": device, "dtype": dtype, "date": date, "base": args.base}
+    device = device_name(decoder.device)
+    date = time.strftime("%Y-%m-%d")
+    return {
+        "command": args.command,
+        "commit": source_commit(),
+        "device": device,
+        "dtype": dtype,
+        "date": date,
+        "base": args.base,
+    }
 
 # %% ../nbs/cli/10_cli.ipynb #26356f3d
 def read(args: argparse.Namespace) -> None:
     "What a model reads out of a text's vector alone."
     from anchor_embedding.embed.embedder import Embedder
 
-    settings = {"samples": args.samples, "max_new_tokens": args.tokens, "seed": args.seed, "decode_opening": args.decode_opening}
-    print(Embedder.from_pretrained(args.model, dtype=args.dtype).read(args.texts, args.instruction, **settings))
+    settings = {
+        "samples": args.samples,
+        "max_new_tokens": args.tokens,
+        "seed": args.seed,
+        "decode_opening": args.decode_opening,
+    }
+    print(
+        Embedder.from_pretrained(args.model, dtype=args.dtype).read(
+            args.texts, args.instruction, **settings
+        )
+    )
 
 
 def export(args: argparse.Namespace) -> None:
     "A trained model as a sentence-transformers model, with its model card."
     from anchor_embedding.embed.export import export_embedder
 
-    folder = export_embedder(args.model, args.folder, args.adapter, args.scores, normalize=args.normalize, base=args.base, push=args.push)
+    folder = export_embedder(
+        args.model,
+        args.folder,
+        args.adapter,
+        args.scores,
+        normalize=args.normalize,
+        base=args.base,
+        push=args.push,
+    )
     _say(f"{folder}: SentenceTransformer({str(folder)!r}) loads it")
 
 # %% ../nbs/cli/10_cli.ipynb #c60bd8c0
@@ -338,16 +459,43 @@ def bench(args: argparse.Namespace) -> None:
     from anchor_embedding.study.bench import table
 
     against = args.against.split(",") if args.against else None
-    asked = {key: getattr(args, key) for key in ("device", "data", "rounds", "pairs", "dtype", "note")}
-    record = run_bench(args.kind, args.shape, against=against, growth=args.growth or None, json_file=args.json, say=_say, **asked)
+    asked = {
+        key: getattr(args, key) for key in ("device", "data", "rounds", "pairs", "dtype", "note")
+    }
+    record = run_bench(
+        args.kind,
+        args.shape,
+        against=against,
+        growth=args.growth or None,
+        json_file=args.json,
+        say=_say,
+        **asked,
+    )
     print(table(record))
 
 # %% ../nbs/cli/10_cli.ipynb #f930e55e
 _RECIPE = {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"}
-_SET = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "change a setting; may be repeated"}
-_DTYPE = {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of the weights and products"}
-_SEEDS = {"type": int, "default": 1, "metavar": "N", "help": "runs of every arm; six or more for a verdict (default: 1)"}
-_PART = {"choices": ("test", "development"), "help": "held-out pairs that judge: development to choose settings, test to show results"}
+_SET = {
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "change a setting; may be repeated",
+}
+_DTYPE = {
+    "choices": ("auto", "float32", "bfloat16"),
+    "default": "auto",
+    "help": "of the weights and products",
+}
+_SEEDS = {
+    "type": int,
+    "default": 1,
+    "metavar": "N",
+    "help": "runs of every arm; six or more for a verdict (default: 1)",
+}
+_PART = {
+    "choices": ("test", "development"),
+    "help": "held-out pairs that judge: development to choose settings, test to show results",
+}
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
@@ -361,9 +509,20 @@ def _command(commands, function, name: str = "") -> argparse.ArgumentParser:
 
 def _training_commands(commands) -> None:
     words = _command(commands, quickstart)
-    words.add_argument("--out", type=Path, metavar="DIR", help="for models, runs and report (default: runs/quickstart)")
-    words.add_argument("--base", metavar="NAME_OR_PATH", help="base model (default: SmolLM2-135M-Instruct)")
-    words.add_argument("--data", metavar="PATH", help="pairs of your own (default: docstrings of the installed packages)")
+    words.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for models, runs and report (default: runs/quickstart)",
+    )
+    words.add_argument(
+        "--base", metavar="NAME_OR_PATH", help="base model (default: SmolLM2-135M-Instruct)"
+    )
+    words.add_argument(
+        "--data",
+        metavar="PATH",
+        help="pairs of your own (default: docstrings of the installed packages)",
+    )
     words.add_argument("--steps", type=int, metavar="N", help="steps of every stage")
     words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--set", **_SET)
@@ -371,150 +530,402 @@ def _training_commands(commands) -> None:
     words.add_argument("recipe", **_RECIPE)
     words.add_argument("--set", **_SET)
     words.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
-    words.add_argument("--dry-run", action="store_true", help="first batch forward only; ends with one JSON line of its loss terms")
-    words.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
-    words.add_argument("--eval-tasks", metavar="TASKS", help="of MTEB, scored before, every eval_every steps and after, into evals.jsonl")
-    words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
-    words.add_argument("--nproc", type=int, metavar="N", help="start N processes on this machine, one for each accelerator")
-    words.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that take part; each gives the same command")
-    words.add_argument("--node-rank", type=int, default=0, metavar="K", help="number of this machine, from 0")
-    words.add_argument("--rendezvous", metavar="HOST:PORT", help="where the machines meet: an open port of number 0")
+    words.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="first batch forward only; ends with one JSON line of its loss terms",
+    )
+    words.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in the run folder"
+    )
+    words.add_argument(
+        "--eval-tasks",
+        metavar="TASKS",
+        help="of MTEB, scored before, every eval_every steps and after, into evals.jsonl",
+    )
+    words.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="those tasks as plain files (default: from the hub)",
+    )
+    words.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="start N processes on this machine, one for each accelerator",
+    )
+    words.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="machines that take part; each gives the same command",
+    )
+    words.add_argument(
+        "--node-rank", type=int, default=0, metavar="K", help="number of this machine, from 0"
+    )
+    words.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the machines meet: an open port of number 0",
+    )
 
 # %% ../nbs/cli/10_cli.ipynb #2eb9aeae
 def _rival_commands(commands) -> None:
     words = _command(commands, tournament)
-    words.add_argument("--recipes", nargs="+", required=True, metavar="RECIPE", help="shipped names or TOML files; a pipeline brings all its arms")
-    words.add_argument("--budget", choices=("steps", "flops", "seconds"), default="steps", help="what all get as much of (default: steps)")
-    words.add_argument("--amount", type=float, required=True, metavar="N", help="of the budget, for all stages of a contestant together")
-    words.add_argument("--every", type=float, metavar="N", help="of the budget, between evaluations (default: an eighth)")
-    words.add_argument("--out", type=Path, default=Path("runs/tournament"), metavar="DIR", help="for runs and results (default: runs/tournament)")
-    words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument(
+        "--recipes",
+        nargs="+",
+        required=True,
+        metavar="RECIPE",
+        help="shipped names or TOML files; a pipeline brings all its arms",
+    )
+    words.add_argument(
+        "--budget",
+        choices=("steps", "flops", "seconds"),
+        default="steps",
+        help="what all get as much of (default: steps)",
+    )
+    words.add_argument(
+        "--amount",
+        type=float,
+        required=True,
+        metavar="N",
+        help="of the budget, for all stages of a contestant together",
+    )
+    words.add_argument(
+        "--every",
+        type=float,
+        metavar="N",
+        help="of the budget, between evaluations (default: an eighth)",
+    )
+    words.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/tournament"),
+        metavar="DIR",
+        help="for runs and results (default: runs/tournament)",
+    )
+    words.add_argument(
+        "--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)"
+    )
     words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--part", **_PART, default="test")
     fixed = "of the test against the first contestant; another than two-sided only where it was fixed before the runs"
-    words.add_argument("--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed)
+    words.add_argument(
+        "--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed
+    )
     words.add_argument("--tasks", metavar="TASKS", help="of MTEB, scored beside them")
-    words.add_argument("--data-dir", type=Path, metavar="DIR", help="those tasks as plain files (default: from the hub)")
+    words.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="those tasks as plain files (default: from the hub)",
+    )
     words.add_argument("--set", **_SET)
     _check_command(commands)
     words = _command(commands, sweep_steps, "sweep-steps")
-    words.add_argument("model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name")
-    words.add_argument("--refine-steps", type=int, default=20, metavar="K", help="most soft tokens (default: 20)")
-    words.add_argument("--data", default="docstrings", metavar="SOURCE", help="pairs to hold some out from (default: docstrings)")
-    words.add_argument("--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)")
+    words.add_argument(
+        "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
+    )
+    words.add_argument(
+        "--refine-steps", type=int, default=20, metavar="K", help="most soft tokens (default: 20)"
+    )
+    words.add_argument(
+        "--data",
+        default="docstrings",
+        metavar="SOURCE",
+        help="pairs to hold some out from (default: docstrings)",
+    )
+    words.add_argument(
+        "--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)"
+    )
     words.add_argument("--part", **_PART, default="development")
-    words.add_argument("--seed", type=int, default=42, help="of their choice; the recipe's, so that none was trained on (default: 42)")
+    words.add_argument(
+        "--seed",
+        type=int,
+        default=42,
+        help="of their choice; the recipe's, so that none was trained on (default: 42)",
+    )
     words.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
-    words.add_argument("--json", type=Path, metavar="FILE", help="write the record there, with times and what it rests on")
+    words.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the record there, with times and what it rests on",
+    )
     words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
     words.add_argument("--dtype", **_DTYPE)
 
 # %% ../nbs/cli/10_cli.ipynb #41775e66
 def _check_command(commands) -> None:
     words = _command(commands, aa_check, "aa-check")
-    words.add_argument("--out", type=Path, default=Path("runs/aa-check"), metavar="DIR", help="for the tiny runs (default: runs/aa-check)")
-    words.add_argument("--tournaments", type=int, default=200, metavar="N", help="of the method against itself (default: 200)")
-    words.add_argument("--seeds", type=int, default=6, metavar="N", help="runs on each side (default: 6)")
-    words.add_argument("--runs", type=int, default=36, metavar="N", help="they are drawn from (default: 36)")
-    words.add_argument("--steps", type=int, default=30, metavar="N", help="of training, each (default: 30)")
+    words.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/aa-check"),
+        metavar="DIR",
+        help="for the tiny runs (default: runs/aa-check)",
+    )
+    words.add_argument(
+        "--tournaments",
+        type=int,
+        default=200,
+        metavar="N",
+        help="of the method against itself (default: 200)",
+    )
+    words.add_argument(
+        "--seeds", type=int, default=6, metavar="N", help="runs on each side (default: 6)"
+    )
+    words.add_argument(
+        "--runs", type=int, default=36, metavar="N", help="they are drawn from (default: 36)"
+    )
+    words.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="of training, each (default: 30)"
+    )
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
 
 # %% ../nbs/cli/10_cli.ipynb #3bc80ea5
 def _telling_commands(commands) -> None:
     words = _command(commands, recipes)
-    words.add_argument("recipe", nargs="?", metavar="RECIPE", help="show this one in full, or those of one FOLDER/")
-    words.add_argument("--schema", action="store_true", help="print the JSON schema of a recipe, for editors")
+    words.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="show this one in full, or those of one FOLDER/"
+    )
+    words.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of a recipe, for editors"
+    )
     words.add_argument("--set", **_SET)
     words = _command(commands, plan)
     words.add_argument("recipe", **_RECIPE)
     words.add_argument("--set", **_SET)
     words.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU")
-    words.add_argument("--gpu", action="append", metavar="KIND", help="kind of GPU to tell hours for; may be repeated (default: all known)")
+    words.add_argument(
+        "--gpu",
+        action="append",
+        metavar="KIND",
+        help="kind of GPU to tell hours for; may be repeated (default: all known)",
+    )
     words.add_argument("--json", **_JSON)
     words = _command(commands, data)
     words.add_argument("check", choices=("check",), help="what to do")
     words.add_argument("source", metavar="SOURCE", help="a file, a folder, or a dataset of the hub")
-    words.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the lengths of the texts")
+    words.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the lengths of the texts"
+    )
     words.add_argument("--json", **_JSON)
 
 # %% ../nbs/cli/10_cli.ipynb #85581c03
 def _scoring_commands(commands) -> None:
-    scored, swept = _command(commands, evaluate, "eval"), _command(commands, sweep)
-    scored.add_argument("models", nargs="+", metavar="MODEL", help="a run, a checkpoint, a folder, a hub name")
+    scored = _command(commands, evaluate, "eval")
+    swept = _command(commands, sweep)
+    scored.add_argument(
+        "models", nargs="+", metavar="MODEL", help="a run, a checkpoint, a folder, a hub name"
+    )
     swept.add_argument("run_folder", type=Path, metavar="RUN", help="a run folder")
-    swept.add_argument("--every", type=int, default=0, metavar="N", help="steps between checkpoints that are scored; 0 = all there are")
+    swept.add_argument(
+        "--every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps between checkpoints that are scored; 0 = all there are",
+    )
     for words in (scored, swept):
-        words.add_argument("--tasks", help="a set (subset15, NanoBEIR, a benchmark) or names, with commas (default: all of DIR, else subset15)")
-        words.add_argument("--data-dir", type=Path, metavar="DIR", help="tasks as plain files; without it they come from the hub")
-        words.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text (default: 512; 0: the model's own)")
+        words.add_argument(
+            "--tasks",
+            help="a set (subset15, NanoBEIR, a benchmark) or names, with "
+            "commas (default: all of DIR, else subset15)",
+        )
+        words.add_argument(
+            "--data-dir",
+            type=Path,
+            metavar="DIR",
+            help="tasks as plain files; without it they come from the hub",
+        )
+        words.add_argument(
+            "--max-length",
+            type=int,
+            default=512,
+            metavar="N",
+            help="tokens of a text (default: 512; 0: the model's own)",
+        )
         asked = "whose instructions (default: auto, those of its training)"
-        words.add_argument("--prompts", choices=("auto", "paper", "mteb", "as_released", "none"), default="auto", help=asked)
+        words.add_argument(
+            "--prompts",
+            choices=("auto", "paper", "mteb", "as_released", "none"),
+            default="auto",
+            help=asked,
+        )
         words.add_argument("--dtype", **_DTYPE)
-    scored.add_argument("--out", type=Path, default=Path("evaluations"), metavar="DIR", help="for scores (default: evaluations)")
+    scored.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evaluations"),
+        metavar="DIR",
+        help="for scores (default: evaluations)",
+    )
     words = _command(commands, compare)
-    words.add_argument("scores", nargs="+", metavar="SCORES", help="a scores.json, a folder of `anchor eval`, or a run")
-    words.add_argument("--paper", default="Llama-3.2-1B-Instruct", metavar="MODEL", help="the paper's base model")
-    words.add_argument("--out", type=Path, metavar="FILE", help="write it as .md, .html, .tex, .csv or .txt")
+    words.add_argument(
+        "scores",
+        nargs="+",
+        metavar="SCORES",
+        help="a scores.json, a folder of `anchor eval`, or a run",
+    )
+    words.add_argument(
+        "--paper", default="Llama-3.2-1B-Instruct", metavar="MODEL", help="the paper's base model"
+    )
+    words.add_argument(
+        "--out", type=Path, metavar="FILE", help="write it as .md, .html, .tex, .csv or .txt"
+    )
 
 
 def _using_commands(commands) -> None:
     words = _command(commands, read)
-    words.add_argument("model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name")
+    words.add_argument(
+        "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
+    )
     words.add_argument("texts", nargs="+", metavar="TEXT")
     words.add_argument("--instruction", help="put in front of every text")
-    words.add_argument("--samples", type=int, default=0, metavar="N", help="sampled readings besides the greedy one (default: 0)")
-    words.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)")
+    words.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sampled readings besides the greedy one (default: 0)",
+    )
+    words.add_argument(
+        "--tokens", type=int, default=32, metavar="N", help="most tokens of a reading (default: 32)"
+    )
     openings = ("encode", "none")
-    words.add_argument("--decode-opening", choices=openings, help="what is in front of the vector (default: as in the model's Stage I)")
+    words.add_argument(
+        "--decode-opening",
+        choices=openings,
+        help="what is in front of the vector (default: as in the model's Stage I)",
+    )
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)
     words = _command(commands, export)
-    words.add_argument("model", metavar="MODEL", help="a run, a checkpoint, a model or adapter folder, a hub name")
+    words.add_argument(
+        "model", metavar="MODEL", help="a run, a checkpoint, a model or adapter folder, a hub name"
+    )
     words.add_argument("folder", type=Path, metavar="DIR", help="new or empty")
-    words.add_argument("--adapter", action="store_true", help="LoRA weights and the name of the base, in place of merged weights")
-    words.add_argument("--scores", type=Path, metavar="FILE", help="scores.json of `anchor eval`, for the model card")
+    words.add_argument(
+        "--adapter",
+        action="store_true",
+        help="LoRA weights and the name of the base, in place of merged weights",
+    )
+    words.add_argument(
+        "--scores",
+        type=Path,
+        metavar="FILE",
+        help="scores.json of `anchor eval`, for the model card",
+    )
     words.add_argument("--normalize", action="store_true", help="vectors of length 1")
-    words.add_argument("--base", metavar="NAME", help="the base's name on the hub, where it was loaded from a folder")
+    words.add_argument(
+        "--base",
+        metavar="NAME",
+        help="the base's name on the hub, where it was loaded from a folder",
+    )
     words.add_argument("--push", metavar="OWNER/NAME", help="upload it to the hub too, privately")
 
 # %% ../nbs/cli/10_cli.ipynb #91f8309b
 def _bench_command(commands) -> None:
     words = _command(commands, bench)
-    words.add_argument("kind", metavar="KIND", help="stage1, stage2, encode, or all (then also how cost grows)")
-    words.add_argument("--shape", default="smollm2", metavar="NAME", help="tiny, smollm2, or random weights of a published shape (default: smollm2)")
-    words.add_argument("--device", metavar="NAME", help="cpu or cuda (default: the accelerator if there is one)")
-    words.add_argument("--against", metavar="PEERS", help="textbook, released, sentence-transformers, with commas (default: all)")
+    words.add_argument(
+        "kind", metavar="KIND", help="stage1, stage2, encode, or all (then also how cost grows)"
+    )
+    words.add_argument(
+        "--shape",
+        default="smollm2",
+        metavar="NAME",
+        help="tiny, smollm2, or random weights of a published shape (default: smollm2)",
+    )
+    words.add_argument(
+        "--device", metavar="NAME", help="cpu or cuda (default: the accelerator if there is one)"
+    )
+    words.add_argument(
+        "--against",
+        metavar="PEERS",
+        help="textbook, released, sentence-transformers, with commas (default: all)",
+    )
     words.add_argument("--data", metavar="SOURCE", help="real pairs in place of random words")
-    words.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of every side (default: 3)")
-    words.add_argument("--pairs", type=int, metavar="N", help="pairs of a batch, texts for encode (default: by kind and device)")
+    words.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="turns of every side (default: 3)"
+    )
+    words.add_argument(
+        "--pairs",
+        type=int,
+        metavar="N",
+        help="pairs of a batch, texts for encode (default: by kind and device)",
+    )
     words.add_argument("--dtype", **_DTYPE)
-    words.add_argument("--growth", action="store_true", help="also how cost grows, where KIND is not all")
+    words.add_argument(
+        "--growth", action="store_true", help="also how cost grows, where KIND is not all"
+    )
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
     words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
 
 # %% ../nbs/cli/10_cli.ipynb #d84b02f6
 def _ceiling_command(commands) -> None:
     words = _command(commands, ceiling)
-    words.add_argument("base", metavar="BASE", help="a base model, a trained folder, a checkpoint, or a hub name")
+    words.add_argument(
+        "base", metavar="BASE", help="a base model, a trained folder, a checkpoint, or a hub name"
+    )
     data = "held-out pairs: files, folders, datasets of the hub, or docstrings (of the held-out packages)"
     words.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help=data)
-    words.add_argument("--pairs", type=int, default=64, metavar="N", help="of each dataset, drawn at random (default: 64)")
-    words.add_argument("--max-length", type=int, metavar="N", help="tokens of a text (default: the model's own, else 512)")
-    words.add_argument("--separator", default="\n", metavar="TEXT", help="between the two texts (default: a line break)")
-    words.add_argument("--first-tokens", type=int, default=8, metavar="K", help="of each target, looked at apart (default: 8)")
-    words.add_argument("--token-budget", type=int, default=8192, metavar="N", help="tokens at once (default: 8192)")
+    words.add_argument(
+        "--pairs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="of each dataset, drawn at random (default: 64)",
+    )
+    words.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of a text (default: the model's own, else 512)",
+    )
+    words.add_argument(
+        "--separator",
+        default="\n",
+        metavar="TEXT",
+        help="between the two texts (default: a line break)",
+    )
+    words.add_argument(
+        "--first-tokens",
+        type=int,
+        default=8,
+        metavar="K",
+        help="of each target, looked at apart (default: 8)",
+    )
+    words.add_argument(
+        "--token-budget", type=int, default=8192, metavar="N", help="tokens at once (default: 8192)"
+    )
     words.add_argument("--seed", type=int, default=42, help="of the choice of pairs (default: 42)")
     words.add_argument("--out", type=Path, metavar="FILE", help="write the record there, as JSON")
     words.add_argument("--dtype", **_DTYPE)
 
-
 # %% ../nbs/cli/10_cli.ipynb #54f2c8f8
 def _encode_command(commands) -> None:
     words = _command(commands, encode)
-    words.add_argument("model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name")
-    words.add_argument("--in", dest="texts", type=Path, required=True, metavar="FILE", help="JSONL with `text`, or a text a line")
-    words.add_argument("--out", type=Path, required=True, metavar="FILE.npy", help="(n, d) float32 matrix")
-    words.add_argument("--instruction", help="put in front of every text (queries have one, documents mostly not)")
+    words.add_argument(
+        "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
+    )
+    words.add_argument(
+        "--in",
+        dest="texts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSONL with `text`, or a text a line",
+    )
+    words.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.npy", help="(n, d) float32 matrix"
+    )
+    words.add_argument(
+        "--instruction", help="put in front of every text (queries have one, documents mostly not)"
+    )
     words.add_argument("--template", choices=("auto", "plain", "chat"))
     words.add_argument("--max-length", type=int)
     words.add_argument("--batch-tokens", type=int, default=8192)
@@ -532,30 +943,80 @@ def _number_or_none(text: str) -> float | None:
 # %% ../nbs/cli/10_cli.ipynb #399e4e4f
 def _mine_command(commands) -> None:
     words = _command(commands, mine)
-    words.add_argument("source", metavar="SOURCE", help="pairs: a file, a folder, or a dataset of the hub")
-    words.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the pairs with their negatives (.jsonl or .jsonl.gz)")
-    words.add_argument("--model", default="bm25", metavar="MODEL", help="what finds them: bm25, or a run, a folder, a hub name (default: bm25)")
-    words.add_argument("--num-negatives", type=int, default=5, metavar="N", help="of a query, at most (default: 5)")
+    words.add_argument(
+        "source", metavar="SOURCE", help="pairs: a file, a folder, or a dataset of the hub"
+    )
+    words.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="the pairs with their negatives (.jsonl or .jsonl.gz)",
+    )
+    words.add_argument(
+        "--model",
+        default="bm25",
+        metavar="MODEL",
+        help="what finds them: bm25, or a run, a folder, a hub name (default: bm25)",
+    )
+    words.add_argument(
+        "--num-negatives", type=int, default=5, metavar="N", help="of a query, at most (default: 5)"
+    )
     margin = "share of the positive's score by which a negative must score less; none: it may score more (default: 0.05)"
-    words.add_argument("--relative-margin", type=_number_or_none, default=0.05, metavar="R", help=margin)
-    words.add_argument("--absolute-margin", type=float, metavar="X", help="the same as a difference of scores")
-    words.add_argument("--max-score", type=float, metavar="X", help="a negative scores at most this")
+    words.add_argument(
+        "--relative-margin", type=_number_or_none, default=0.05, metavar="R", help=margin
+    )
+    words.add_argument(
+        "--absolute-margin", type=float, metavar="X", help="the same as a difference of scores"
+    )
+    words.add_argument(
+        "--max-score", type=float, metavar="X", help="a negative scores at most this"
+    )
     words.add_argument("--min-score", type=float, metavar="X", help="and at least this")
-    words.add_argument("--range-min", type=int, default=0, metavar="K", help="pass over the K best documents of a query (default: 0)")
-    words.add_argument("--range-max", type=int, default=100, metavar="K", help="look no further than the K best (default: 100)")
-    words.add_argument("--sampling", choices=("top", "random"), default="top", help="of what is left: the best, or any (default: top)")
+    words.add_argument(
+        "--range-min",
+        type=int,
+        default=0,
+        metavar="K",
+        help="pass over the K best documents of a query (default: 0)",
+    )
+    words.add_argument(
+        "--range-max",
+        type=int,
+        default=100,
+        metavar="K",
+        help="look no further than the K best (default: 100)",
+    )
+    words.add_argument(
+        "--sampling",
+        choices=("top", "random"),
+        default="top",
+        help="of what is left: the best, or any (default: top)",
+    )
     words.add_argument("--seed", type=int, default=42, help="of the random choice (default: 42)")
-    words.add_argument("--corpus", type=Path, metavar="FILE", help="further documents: JSONL with `text` (and `title`), or a text a line")
+    words.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="FILE",
+        help="further documents: JSONL with `text` (and `title`), or a text a line",
+    )
     told = "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
     words.add_argument("--instructions", default="none", metavar="NAME", help=told)
-    words.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="stop at a bad row, or leave it out")
+    words.add_argument(
+        "--on-bad-row",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a bad row, or leave it out",
+    )
     words.add_argument("--dtype", **_DTYPE)
     words.add_argument("--json", **_JSON)
 
 
 def _parser() -> argparse.ArgumentParser:
     "All commands and their arguments."
-    parser = argparse.ArgumentParser(prog="anchor", description="Turn a decoder language model into a text embedder.")
+    parser = argparse.ArgumentParser(
+        prog="anchor", description="Turn a decoder language model into a text embedder."
+    )
     parser.add_argument("--version", action="version", version=f"anchor_embedding {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -573,7 +1034,8 @@ def _parser() -> argparse.ArgumentParser:
 # %% ../nbs/cli/10_cli.ipynb #77e93df7
 def main(
     arguments: list[str] | None = None,  # None = of the process
-) -> int:  # exit code: 0 done, 2 bad input, 141 nobody reads, 130 interrupted, 143 terminated, 129 hung up
+    # exit code: 0 done, 2 bad input, 141 nobody reads, 130 interrupted, 143 terminated, 129 hung up
+) -> int:
     "The command line."
     args = _parser().parse_args(arguments)
     args.command = shlex.join(["anchor", *(sys.argv[1:] if arguments is None else arguments)])
@@ -600,17 +1062,23 @@ def _run(args: argparse.Namespace) -> int:
         return 128 + stopped.signal
     except KeyboardInterrupt:
         kept = f"what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}"
-        _say(f"anchor: interrupted; {'nothing was written' if args.run in (ceiling, encode, mine) else kept}")
+        _say(
+            "anchor: interrupted; "
+            f"{'nothing was written' if args.run in (ceiling, encode, mine) else kept}"
+        )
         return 130
     return 0
 
 # %% ../nbs/cli/10_cli.ipynb #80a39865
 def _quiet_libraries() -> None:
-    "Other libraries' notices stay out of the way, unless the user has asked for them; ours are one line."
+    """Other libraries' notices stay out of the way, unless the user has asked for them; ours are
+    one line.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler, read when torch is imported; its marks are level 5
+    # torch's profiler, read when torch is imported; its marks are level 5
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")

@@ -9,8 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "nbs" / "images"
-INK, GREY = "#1a1a1a", "#6b6b6b"
-QUERY, DOCUMENT, VECTOR, OTHER = "#0072b2", "#00785a", "#d55e00", "#9a4f7f"
+INK = "#1a1a1a"
+GREY = "#6b6b6b"
+QUERY = "#0072b2"
+DOCUMENT = "#00785a"
+VECTOR = "#d55e00"
+OTHER = "#9a4f7f"
 PALE = {QUERY: "#dcebf7", DOCUMENT: "#ddf1ea", VECTOR: "#d55e00", OTHER: "#f5e3ee", GREY: "#ededed"}
 HEAD = "M0 0.8 L9 5 L0 9.2 z"
 
@@ -19,12 +23,19 @@ class Picture:
     """Shapes on a white panel; units are pixels at full size."""
 
     def __init__(self, width: int, height: int, title: str, description: str):
-        self.size, self.title, self.description, self.parts = (width, height), title, description, []
+        self.size = (width, height)
+        self.title = title
+        self.description = description
+        self.parts = []
 
-    def text(self, x, y, words, size=14, colour=INK, anchor="start", weight="normal", style="normal"):
+    def text(
+        self, x, y, words, size=14, colour=INK, anchor="start", weight="normal", style="normal"
+    ):
         """A line of text; `a_b` is written with b as an index."""
         words, _, index = words.partition("_")
-        below = f'<tspan font-size="{size * 0.72:.0f}" dy="4">{escape(index)}</tspan>' if index else ""
+        below = (
+            f'<tspan font-size="{size * 0.72:.0f}" dy="4">{escape(index)}</tspan>' if index else ""
+        )
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
             f'font-weight="{weight}" font-style="{style}">{escape(words)}{below}</text>'
@@ -32,16 +43,21 @@ class Picture:
 
     def box(self, x, y, width, height, words="", colour=INK, fill="#ffffff", ink=INK, size=15):
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" fill="{fill}" stroke="{colour}" stroke-width="1.6"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" fill="{fill}" '
+            f'stroke="{colour}" stroke-width="1.6"/>'
         )
         if words:
             style = "italic" if "_" in words else "normal"
-            self.text(x + width / 2, y + height / 2 + size * 0.34, words, size, ink, "middle", style=style)
+            self.text(
+                x + width / 2, y + height / 2 + size * 0.34, words, size, ink, "middle", style=style
+            )
 
     def token(self, x, y, words, colour, width=46):
         """One position of a sequence."""
         ink = "#ffffff" if colour == VECTOR else INK
-        self.box(x, y, width, 30, words, colour, PALE[colour], ink, size=13 if words == "EOS" else 15)
+        self.box(
+            x, y, width, 30, words, colour, PALE[colour], ink, size=13 if words == "EOS" else 15
+        )
 
     def row(self, x, y, words: str, colours, step=54):
         """Tokens side by side; the x of each."""
@@ -53,24 +69,29 @@ class Picture:
         """A line through (x, y) points with a head at its end."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" marker-end="url(#head{colour[1:]})"/>'
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
+            f'marker-end="url(#head{colour[1:]})"/>'
         )
 
     def svg(self) -> str:
         width, height = self.size
         heads = "".join(
-            f'<marker id="head{colour[1:]}" viewBox="0 0 10 10" refX="8.5" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<marker id="head{colour[1:]}" viewBox="0 0 10 10" refX="8.5" refY="5" '
+            'markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="{HEAD}" fill="{colour}"/></marker>'
             for colour in (GREY, VECTOR, QUERY, DOCUMENT, OTHER)
         )
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-                'role="img" aria-labelledby="t d" font-family="Helvetica, Arial, \'DejaVu Sans\', sans-serif">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+                f'width="{width}" height="{height}" '
+                'role="img" aria-labelledby="t d" font-family="Helvetica, Arial, \'DejaVu Sans\', '
+                'sans-serif">',
                 f'<title id="t">{escape(self.title)}</title>',
                 f'<desc id="d">{escape(self.description)}</desc>',
                 f"<defs>{heads}</defs>",
-                f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="12" fill="#ffffff" stroke="#c8c8c8"/>',
+                f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="12" '
+                'fill="#ffffff" stroke="#c8c8c8"/>',
                 *self.parts,
                 "</svg>\n",
             ]
@@ -83,14 +104,20 @@ def reconstruction() -> Picture:
         960,
         430,
         "Stage I in two packed passes",
-        "One encode pass holds the query and the document, each ended by EOS. The states at EOS are the anchor vectors. One "
-        "decode pass holds the query's anchor followed by the document's tokens, and the document's anchor followed by the "
+        "One encode pass holds the query and the document, each ended by EOS. The states at EOS "
+        "are the anchor vectors. One "
+        "decode pass holds the query's anchor followed by the document's tokens, and the "
+        "document's anchor followed by the "
         "query's; it predicts the document and the query.",
     )
-    q, d, e = QUERY, DOCUMENT, VECTOR
+    q = QUERY
+    d = DOCUMENT
+    e = VECTOR
     p.text(28, 40, "Encode", 18, weight="bold")
     p.text(112, 40, "every text of the batch in one row, apart from each other", 14, "#444444")
-    top = p.row(40, 170, "q_1 q_2 EOS", (q, q, GREY)) + p.row(226, 170, "d_1 d_2 d_3 EOS", (d, d, d, GREY))
+    top = p.row(40, 170, "q_1 q_2 EOS", (q, q, GREY)) + p.row(
+        226, 170, "d_1 d_2 d_3 EOS", (d, d, d, GREY)
+    )
     p.box(32, 108, 420, 34, "decoder LLM")
     for x in top:
         p.arrow((x, 169), (x, 145))
@@ -128,12 +155,18 @@ def contrastive() -> Picture:
         960,
         400,
         "Stage II: every query against every document of the batch",
-        "Queries are rows; columns are the positives of all queries and then their hard negatives. The diagonal holds each "
+        "Queries are rows; columns are the positives of all queries and then their hard negatives. "
+        "The diagonal holds each "
         "query's own positive; all other columns of a row are its negatives.",
     )
-    size, left, top, step = 4, 150, 108, 58
+    size = 4
+    left = 150
+    top = 108
+    step = 58
     p.text(28, 40, "Stage II", 18, QUERY, weight="bold")
-    p.text(126, 40, "cosine / τ of every query with every document of the whole batch", 14, "#444444")
+    p.text(
+        126, 40, "cosine / τ of every query with every document of the whole batch", 14, "#444444"
+    )
     for j in range(size):
         p.token(left + j * step, 62, f"d_{j + 1}", DOCUMENT)
         p.token(left + (size + j) * step + 16, 62, f"n_{j + 1}", OTHER)
@@ -156,12 +189,22 @@ def contrastive() -> Picture:
     p.text(left + 2 * step - 6, 330, "positives: the diagonal", 14, DOCUMENT, "middle", "bold")
     p.text(left + 6 * step + 10, 330, "hard negatives", 14, OTHER, "middle", "bold")
     p.text(
-        150, 366, "Everything else in a row competes with the positive, whichever process computed it.", 14, "#444444"
+        150,
+        366,
+        "Everything else in a row competes with the positive, whichever process computed it.",
+        14,
+        "#444444",
     )
     x = 672
     p.text(x, 124, "InfoNCE", 17, weight="bold")
     for line, words in enumerate(
-        ("cross-entropy of each row,", "the own positive is right", "", "LoRA learns, the base is frozen", "τ = 0.05")
+        (
+            "cross-entropy of each row,",
+            "the own positive is right",
+            "",
+            "LoRA learns, the base is frozen",
+            "τ = 0.05",
+        )
     ):
         p.text(x, 152 + 24 * line, words, 14)
     return p
@@ -173,12 +216,16 @@ def refinement() -> Picture:
         1000,
         400,
         "GIRCSE: soft tokens behind a text",
-        "The state at the text's end becomes a distribution over the vocabulary; the mean of all input embeddings under it is "
-        "the first soft token, the next input. Its state makes the second, and so on. The vector after k steps is the mean of "
+        "The state at the text's end becomes a distribution over the vocabulary; the mean of all "
+        "input embeddings under it is "
+        "the first soft token, the next input. Its state makes the second, and so on. The vector "
+        "after k steps is the mean of "
         "the states at the first k soft tokens, and each has a contrastive loss.",
     )
     p.text(28, 40, "GIRCSE", 18, OTHER, weight="bold")
-    p.text(116, 40, "the text is continued by K soft tokens before it becomes a vector", 14, "#444444")
+    p.text(
+        116, 40, "the text is continued by K soft tokens before it becomes a vector", 14, "#444444"
+    )
     xs = p.row(48, 342, "x_1 x_2 EOS", (QUERY, QUERY, GREY))
     soft = [278, 438, 598]
     for x in xs:
@@ -196,7 +243,13 @@ def refinement() -> Picture:
             p.arrow((soft[k - 2], 200), (x - 34, 200), (x - 10, 178), colour=VECTOR)
     p.arrow((xs[-1], 281), (xs[-1], 262), (218, 262), (218, 357), (252, 357), colour=OTHER)
     for before, after in pairwise(soft):
-        p.arrow((before + 23, 233), (before + 80, 233), (before + 80, 357), (after - 26, 357), colour=OTHER)
+        p.arrow(
+            (before + 23, 233),
+            (before + 80, 233),
+            (before + 80, 357),
+            (after - 26, 357),
+            colour=OTHER,
+        )
     p.box(40, 282, 632, 36, "decoder LLM, with a cache that gradients pass through")
     x = 706
     p.text(x, 88, "a contrastive loss after each step,", 14)

@@ -21,7 +21,9 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT, FLAG, FILES = object(), (True, False), object()  # kinds of values: any text; yes or no; a list
+TEXT = object()
+FLAG = (True, False)
+FILES = object()  # kinds of values: any text; yes or no; a list
 KNOWN = {
     "project": {"type": ("website",), "output-dir": TEXT},
     "metadata-files": FILES,
@@ -45,22 +47,28 @@ class ConfigurationError(Exception):
     """`_quarto.yml` asks for something that is not rendered here."""
 
 
-# ---- _quarto.yml ----------------------------------------------------------------------------------------------------
+# ---- _quarto.yml
+# ----------------------------------------------------------------------------------------------------
 
 
 def check(found, known, name: str = "") -> None:
     """Refuses what `KNOWN` does not list, with the name of the key."""
     if isinstance(known, dict):
         if not isinstance(found, dict):
-            raise ConfigurationError(f"_quarto.yml: {name or 'the file'} must hold keys, not {found!r}.")
+            raise ConfigurationError(
+                f"_quarto.yml: {name or 'the file'} must hold keys, not {found!r}."
+            )
         for key, value in found.items():
             path = f"{name}.{key}" if name else str(key)
             if key not in known:
-                raise ConfigurationError(f"_quarto.yml: the key {path} is not known to docs/render.py.")
+                raise ConfigurationError(
+                    f"_quarto.yml: the key {path} is not known to docs/render.py."
+                )
             check(value, known[key], path)
     elif isinstance(known, tuple) and found not in known:
         raise ConfigurationError(
-            f"_quarto.yml: {name} is {found!r}; docs/render.py knows {' and '.join(map(repr, known))}."
+            f"_quarto.yml: {name} is {found!r}; docs/render.py knows "
+            f"{' and '.join(map(repr, known))}."
         )
     elif known is FILES and not isinstance(found, list):
         raise ConfigurationError(f"_quarto.yml: {name} must be a list, not {found!r}.")
@@ -68,7 +76,11 @@ def check(found, known, name: str = "") -> None:
 
 def merge(first: dict, second: dict) -> dict:
     """The second's values over the first's, key by key."""
-    both = {key: merge(first[key], second[key]) for key in first.keys() & second.keys() if isinstance(first[key], dict)}
+    both = {
+        key: merge(first[key], second[key])
+        for key in first.keys() & second.keys()
+        if isinstance(first[key], dict)
+    }
     return {**first, **second, **both}
 
 
@@ -92,13 +104,15 @@ def sections(contents: list) -> list[tuple[str, list[str]]]:
         whole = isinstance(entry, dict) and entry.keys() == {"section", "contents"}
         if not whole or not all(str(name).endswith(".ipynb") for name in entry["contents"]):
             raise ConfigurationError(
-                f"_quarto.yml: website.sidebar.contents must list notebooks and sections of notebooks, not {entry!r}."
+                "_quarto.yml: website.sidebar.contents must list notebooks and sections of "
+                f"notebooks, not {entry!r}."
             )
         groups.append((entry["section"], entry["contents"]))
     return groups
 
 
-# ---- a notebook as Markdown -----------------------------------------------------------------------------------------
+# ---- a notebook as Markdown
+# -----------------------------------------------------------------------------------------
 
 
 def text(lines) -> str:
@@ -113,7 +127,9 @@ def fenced(code: str, language: str) -> str:
 
 def relinked(markdown: str, page_of: dict[str, str], suffix: str) -> str:
     """Links to notebooks, or to MODULE.html as nbdev names a module's page, as links to pages."""
-    markdown = re.sub(r"\]\(([\w.]+)\.html(?=[)#])", lambda m: f"]({page_of.get(m[1], m[1])}.ipynb", markdown)
+    markdown = re.sub(
+        r"\]\(([\w.]+)\.html(?=[)#])", lambda m: f"]({page_of.get(m[1], m[1])}.ipynb", markdown
+    )
     return re.sub(r"(\]\((?!\w+:)[^)\s#]*)\.ipynb(?=[)#])", rf"\1{suffix}", markdown)
 
 
@@ -123,16 +139,24 @@ class Page:
     def __init__(self, notebook: Path, name: str):
         if not notebook.is_file():
             raise ConfigurationError(
-                f"_quarto.yml: website.sidebar.contents names {name}.ipynb, and there is no such notebook."
+                f"_quarto.yml: website.sidebar.contents names {name}.ipynb, and there is no such "
+                "notebook."
             )
-        self.name, self.pictures, self.heading = name, {}, ""
+        self.name = name
+        self.pictures = {}
+        self.heading = ""
         cells = json.loads(notebook.read_text("utf-8"))["cells"]
         sources = [text(cell["source"]) for cell in cells]
-        self.module = next((m[1] for s in sources if (m := re.search(r"(?m)^#\| *default_exp[: ]+([\w.]+)", s))), "")
+        self.module = next(
+            (m[1] for s in sources if (m := re.search(r"(?m)^#\| *default_exp[: ]+([\w.]+)", s))),
+            "",
+        )
         self.title = sources[0].split("\n", 1)[0].removeprefix("# ").strip()
         quote = re.search(r"(?m)^> *(.+)", sources[0])
         self.about = quote[1] if quote else ""
-        self.markdown = "\n\n".join(part for cell in cells for part in self.shown(cell) if part.strip())
+        self.markdown = "\n\n".join(
+            part for cell in cells for part in self.shown(cell) if part.strip()
+        )
 
     def shown(self, cell: dict) -> list[str]:
         """What a reader sees of a cell."""
@@ -140,7 +164,9 @@ class Page:
         if cell["cell_type"] == "markdown":
             self.heading = (re.findall(r"(?m)^#+ +(.+)", source) or [self.heading])[-1]
             return [source]
-        if cell["cell_type"] != "code" or re.search(r"(?m)^#\| *(hide|default_exp|include: *false)\b", source):
+        if cell["cell_type"] != "code" or re.search(
+            r"(?m)^#\| *(hide|default_exp|include: *false)\b", source
+        ):
             return []
         code = re.sub(r"(?m)^#\|.*\n?", "", source)
         hidden = re.search(r"(?m)^#\| *echo: *false", source) or not code.strip()
@@ -148,7 +174,10 @@ class Page:
 
     def output(self, out: dict) -> str:
         """An output in the best of its forms."""
-        data = {kind: text(value) for kind, value in out.get("data", {"text/plain": out.get("text", "")}).items()}
+        data = {
+            kind: text(value)
+            for kind, value in out.get("data", {"text/plain": out.get("text", "")}).items()
+        }
         if "image/png" in data:
             name = f"images/{self.name.replace('/', '-')}-{len(self.pictures) + 1}.png"
             self.pictures[name] = base64.b64decode(data["image/png"])
@@ -156,15 +185,22 @@ class Page:
         if "text/markdown" in data:
             return data["text/markdown"]
         if "text/html" in data:
-            return '<div class="output">\n' + re.sub(r"\n\s*\n", "\n", data["text/html"]).strip() + "\n</div>"
+            return (
+                '<div class="output">\n'
+                + re.sub(r"\n\s*\n", "\n", data["text/html"]).strip()
+                + "\n</div>"
+            )
         return fenced(data["text/plain"], "text") if data["text/plain"].strip() else ""
 
 
-# ---- what the modules export ----------------------------------------------------------------------------------------
+# ---- what the modules export
+# ----------------------------------------------------------------------------------------
 
 
 def reference(module: str) -> tuple[str, list[str]]:
-    """Markdown with signature, parameter comments and docstring of all that a module exports, and the names."""
+    """Markdown with signature, parameter comments and docstring of all that a module exports, and
+    the names.
+    """
     from nbdev.showdoc import MarkdownRenderer, show_doc
 
     loaded = importlib.import_module(f"anchor_embedding.{module}")
@@ -178,23 +214,32 @@ def reference(module: str) -> tuple[str, list[str]]:
     for name, value in own.items():
         described = show_doc(value, renderer=MarkdownRenderer)._repr_markdown_().strip()
         parts.append(
-            f"#### {name} {{ #{name} .api }}\n\n" + re.sub(r"\banchor_embedding\.[\w.]+\.(?=[A-Z])", "", described)
+            f"#### {name} {{ #{name} .api }}\n\n"
+            + re.sub(r"\banchor_embedding\.[\w.]+\.(?=[A-Z])", "", described)
         )
     return "\n\n".join(parts), list(own)
 
 
 def overview(pages: list[Page], names: dict[str, list[str]]) -> str:
     """One table with all modules and what they export."""
-    lines = ["# API", "", "> What every module exports, with links to signatures and parameters.", ""]
+    lines = [
+        "# API",
+        "",
+        "> What every module exports, with links to signatures and parameters.",
+        "",
+    ]
     lines += ["| module | exports |", "|---|---|"]
     for page in pages:
-        links = ", ".join(f"[`{name}`]({page.name}.ipynb#{name})" for name in names.get(page.module, []))
+        links = ", ".join(
+            f"[`{name}`]({page.name}.ipynb#{name})" for name in names.get(page.module, [])
+        )
         if links:
             lines.append(f"| [`{page.module}`]({page.name}.ipynb) | {links} |")
     return "\n".join(lines)
 
 
-# ---- the site -------------------------------------------------------------------------------------------------------
+# ---- the site
+# -------------------------------------------------------------------------------------------------------
 
 
 def on_page_content(content: str, **_) -> str:
@@ -210,7 +255,8 @@ def on_page_content(content: str, **_) -> str:
 
 def settings(config: dict, source: Path, out: Path, nav: list) -> dict:
     """The configuration of MkDocs."""
-    website, toc = config["website"], config["format"]["html"].get("toc", True)
+    website = config["website"]
+    toc = config["format"]["html"].get("toc", True)
     switch = [("light", "white", "dark"), ("dark", "black", "light")]
     search = [{"search": {}}] if website.get("navbar", {}).get("search", True) else []
     return {
@@ -260,7 +306,12 @@ def settings(config: dict, source: Path, out: Path, nav: list) -> dict:
         ],
         "validation": {
             "nav": {"omitted_files": "warn", "not_found": "warn", "absolute_links": "warn"},
-            "links": {"not_found": "warn", "anchors": "warn", "absolute_links": "warn", "unrecognized_links": "warn"},
+            "links": {
+                "not_found": "warn",
+                "anchors": "warn",
+                "absolute_links": "warn",
+                "unrecognized_links": "warn",
+            },
         },
         "strict": True,
     }
@@ -274,7 +325,9 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 
 
 def llms(config: dict, groups: list, pages: dict[str, Page]) -> str:
-    """The index for language models (llmstxt.org): every page's Markdown with a line on what it is about."""
+    """The index for language models (llmstxt.org): every page's Markdown with a line on what it is
+    about.
+    """
     lines = [
         f"# {config['website']['title']}",
         "",
@@ -295,9 +348,13 @@ def render(root: Path, out: Path | None = None) -> tuple[Path, int]:
         (section, [name.removesuffix(".ipynb") for name in names])
         for section, names in sections(config["website"]["sidebar"]["contents"])
     ]
-    pages = {name: Page(root / "nbs" / f"{name}.ipynb", name) for _, names in groups for name in names}
+    pages = {
+        name: Page(root / "nbs" / f"{name}.ipynb", name) for _, names in groups for name in names
+    }
     page_of = {page.module: name for name, page in pages.items() if page.module}
-    exported, files, pictures = {}, {}, {}
+    exported = {}
+    files = {}
+    pictures = {}
     for name, page in pages.items():
         files[name] = page.markdown
         pictures |= page.pictures
@@ -305,14 +362,27 @@ def render(root: Path, out: Path | None = None) -> tuple[Path, int]:
             described, exported[page.module] = reference(page.module)
             files[name] += "\n\n" + described
     files["api"] = overview(list(pages.values()), exported)
-    nav = [{section: [f"{name}.md" for name in names]} if section else f"{names[0]}.md" for section, names in groups]
+    nav = [
+        {section: [f"{name}.md" for name in names]} if section else f"{names[0]}.md"
+        for section, names in groups
+    ]
     with tempfile.TemporaryDirectory() as stage:
         source = Path(stage) / "source"
-        write(source, {f"{name}.md": relinked(markdown, page_of, ".md") for name, markdown in files.items()} | pictures)
+        write(
+            source,
+            {f"{name}.md": relinked(markdown, page_of, ".md") for name, markdown in files.items()}
+            | pictures,
+        )
         shutil.copytree(root / "nbs" / "images", source / "images", dirs_exist_ok=True)
         shutil.copy(root / "docs" / "site.css", source)
         build(settings(config, source, out, [*nav, "api.md"]), Path(stage))
-    write(out, {f"{name}.html.md": relinked(markdown, page_of, ".html.md") + "\n" for name, markdown in files.items()})
+    write(
+        out,
+        {
+            f"{name}.html.md": relinked(markdown, page_of, ".html.md") + "\n"
+            for name, markdown in files.items()
+        },
+    )
     write(out, {"llms.txt": llms(config, groups, pages), ".nojekyll": ""})
     return out, len(files)
 
@@ -331,10 +401,16 @@ def build(config: dict, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render the site that _quarto.yml describes, without Quarto.")
+    parser = argparse.ArgumentParser(
+        description="Render the site that _quarto.yml describes, without Quarto."
+    )
     sys.path.insert(0, str(ROOT))  # the modules beside these notebooks, whatever is installed
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    parser.add_argument("--out", type=Path, help="the folder to write, project.output-dir of _quarto.yml unless given")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the folder to write, project.output-dir of _quarto.yml unless given",
+    )
     try:
         out, count = render(ROOT, parser.parse_args().out)
     except ConfigurationError as fault:

@@ -23,7 +23,10 @@ def base(tmp_path_factory):
 def pairs(tmp_path_factory):
     """A file of forty pairs."""
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    rows = [
+        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        for i in range(0, 80, 2)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

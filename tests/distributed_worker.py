@@ -1,4 +1,6 @@
-"""One process of a group: trains every task of a list and leaves gradients, weights and losses. Started by test_distributed.py."""
+"""One process of a group: trains every task of a list and leaves gradients, weights and losses.
+Started by test_distributed.py.
+"""
 
 import json
 import sys
@@ -28,17 +30,31 @@ def gradients_and_weights(recipe, out: Path, pairs):
     run.optimizer.zero_grad()
     losses = [run.step(step)["loss"] for step in range(STEPS)]
     weights = whole_tensors({f"weight {name}": p for name, p in trained.items()})
-    save_file({name: value.clone() for name, value in (gradients | weights).items()}, out / f"rank{run.rank}.safetensors")
+    save_file(
+        {name: value.clone() for name, value in (gradients | weights).items()},
+        out / f"rank{run.rank}.safetensors",
+    )
     (out / f"rank{run.rank}.json").write_text(json.dumps(losses))
 
 
 def some_figures(embedder):
-    """An evaluation that uses the model: 11 texts, of which each of several processes encodes its share."""
-    texts, counts = [f"one text {'and more ' * n}" for n in range(11)], []
-    hook = embedder.decoder.register_forward_pre_hook(lambda module, arguments: counts.append(len(arguments[1].cu_seqlens) - 1))
-    vectors = embedder.encode(texts, [None, "find it"] * 5 + [None], batch_tokens=40, normalize=True)
+    """An evaluation that uses the model: 11 texts, of which each of several processes encodes its
+    share.
+    """
+    texts = [f"one text {'and more ' * n}" for n in range(11)]
+    counts = []
+    hook = embedder.decoder.register_forward_pre_hook(
+        lambda module, arguments: counts.append(len(arguments[1].cu_seqlens) - 1)
+    )
+    vectors = embedder.encode(
+        texts, [None, "find it"] * 5 + [None], batch_tokens=40, normalize=True
+    )
     hook.remove()
-    return {"first": vectors[:, :2].tolist(), "one": embedder.encode("one text").tolist()[:4], "encoded": sum(counts)}
+    return {
+        "first": vectors[:, :2].tolist(),
+        "one": embedder.encode("one text").tolist()[:4],
+        "encoded": sum(counts),
+    }
 
 
 if __name__ == "__main__":
@@ -46,9 +62,12 @@ if __name__ == "__main__":
     task_file = json.loads(Path(sys.argv[1]).read_text())
     pairs = [Example(q, p, tuple(n), "pairs") for q, p, n in task_file["pairs"]]
     for task in task_file["tasks"]:
-        recipe, out = recipe_from_dict(task["recipe"]), Path(task["out"])
+        recipe = recipe_from_dict(task["recipe"])
+        out = Path(task["out"])
         if task["whole_run"]:
-            train(recipe, out, pairs, some_figures, resume=task["resume"], progress=False, say=silent)
+            train(
+                recipe, out, pairs, some_figures, resume=task["resume"], progress=False, say=silent
+            )
         else:
             gradients_and_weights(recipe, out, pairs)
     end_process(0)

@@ -43,10 +43,16 @@ def watch_files(task):
     seen = [0]
 
     def hook(event, arguments):
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if not (writes or event in CHANGES):
             return
-        path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+        path = (
+            os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+        )
         if path.startswith(task["folder"]) and task.get("only", "") in path:
             seen[0] += 1
             if seen[0] == task.get("count"):
@@ -79,7 +85,8 @@ def child(task):
 
 def run(task):
     """Exit code (negative: the signal that ended it) and seconds of a child."""
-    began, pid = time.monotonic(), os.fork()
+    began = time.monotonic()
+    pid = os.fork()
     if pid == 0:
         child(task)
     ended = 0

@@ -21,18 +21,29 @@ OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
 
 
 def find_notebooks(folder: Path) -> list[Path]:
-    """Every notebook below `folder`, in order; hidden, generated and checkpoint folders are left out."""
-    found = (p for p in folder.rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(folder).parts))
+    """Every notebook below `folder`, in order; hidden, generated and checkpoint folders are left
+    out.
+    """
+    found = (
+        p
+        for p in folder.rglob("*.ipynb")
+        if not any(part[0] in "._" for part in p.relative_to(folder).parts)
+    )
     return sorted(found)
 
 
 def cell_flags() -> list[str]:
-    """The directives that keep a cell from running unless it is asked for: `tst_flags` of pyproject.toml."""
-    flags = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"]["tst_flags"]
+    """The directives that keep a cell from running unless it is asked for: `tst_flags` of
+    pyproject.toml.
+    """
+    flags = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"][
+        "tst_flags"
+    ]
     return flags.split() if isinstance(flags, str) else list(flags)
 
 
-# ---- cells ----------------------------------------------------------------------------------------------------------
+# ---- cells
+# ----------------------------------------------------------------------------------------------------------
 
 
 def read_cells(path: Path) -> list[dict]:
@@ -63,7 +74,8 @@ def executed_ids(path: Path, skip: list[str]) -> set[str]:
     return {cell.id for cell in nb_test_cells(path, skip_flags=skip)}
 
 
-# ---- lint -----------------------------------------------------------------------------------------------------------
+# ---- lint
+# -----------------------------------------------------------------------------------------------------------
 
 
 def is_picture(mime: str) -> bool:
@@ -71,7 +83,9 @@ def is_picture(mime: str) -> bool:
 
 
 def machine_paths() -> re.Pattern:
-    """Absolute paths that belong to one machine: usual homes and scratch folders, and those of this machine."""
+    """Absolute paths that belong to one machine: usual homes and scratch folders, and those of this
+    machine.
+    """
     usual = r"/(?:home|Users|root|tmp|private|mnt)/[\w.-]+|[A-Z]:\\Users\\"
     here = {str(ROOT), str(Path.home()), tempfile.gettempdir(), sys.prefix} - {"/"}
     named = "|".join(re.escape(path) for path in sorted(here))
@@ -79,24 +93,49 @@ def machine_paths() -> re.Pattern:
 
 
 def mixes_imports(lines: list[str], exported: bool) -> bool:
-    """Is there an import beside other code? Building the documentation runs every cell that contains an import."""
+    """Is there an import beside other code? Building the documentation runs every cell that
+    contains an import.
+    """
     code = "\n".join("" if line.lstrip().startswith(("%", "!", "?")) else line for line in lines)
-    body = [n for n in ast.parse(code).body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    body = [
+        n
+        for n in ast.parse(code).body
+        if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    ]
     imports = [isinstance(n, ast.Import | ast.ImportFrom) for n in body]
     if any(imports):
         return not all(imports)
-    return not exported and any(isinstance(n, ast.Import | ast.ImportFrom) for top in body for n in ast.walk(top))
+    return not exported and any(
+        isinstance(n, ast.Import | ast.ImportFrom) for top in body for n in ast.walk(top)
+    )
 
 
 def lint_output(output: dict, paths: re.Pattern) -> list[str]:
     if output["output_type"] == "error":
         return ["an error is committed as its output"]
     if output.get("name") == "stderr":
-        return ["output on stderr is committed (warnings and progress bars differ from machine to machine)"]
-    data = {"text/plain": output["text"]} if output["output_type"] == "stream" else output.get("data", {})
-    texts = [joined(v) if isinstance(v, str | list) else json.dumps(v) for k, v in data.items() if not is_picture(k)]
-    faults = [f"an output of {len(t):,} characters (limit {OUTPUT_LIMIT:,})" for t in texts if len(t) > OUTPUT_LIMIT]
-    return faults + [f"a path of one machine in its output: {m[0]}" for t in texts if (m := paths.search(t))]
+        return [
+            "output on stderr is committed (warnings and progress bars differ from machine to "
+            "machine)"
+        ]
+    data = (
+        {"text/plain": output["text"]}
+        if output["output_type"] == "stream"
+        else output.get("data", {})
+    )
+    texts = [
+        joined(v) if isinstance(v, str | list) else json.dumps(v)
+        for k, v in data.items()
+        if not is_picture(k)
+    ]
+    faults = [
+        f"an output of {len(t):,} characters (limit {OUTPUT_LIMIT:,})"
+        for t in texts
+        if len(t) > OUTPUT_LIMIT
+    ]
+    return faults + [
+        f"a path of one machine in its output: {m[0]}" for t in texts if (m := paths.search(t))
+    ]
 
 
 def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
@@ -112,11 +151,15 @@ def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
 
 def lint(path: Path, pictures: int = 1) -> list[str]:
     """What is wrong with the form of a notebook, one line a fault; an empty list when all is well."""
-    cells, faults, paths = read_cells(path), [], machine_paths()
+    cells = read_cells(path)
+    faults = []
+    paths = machine_paths()
     executed = executed_ids(path, cell_flags())
     title = joined(cells[0]["source"]) if cells and cells[0]["cell_type"] == "markdown" else ""
     if not re.match(r"(?s)(---\n.*?\n---\n+)?# \S[^\n]*\n.*?^> \S", title, re.MULTILINE):
-        faults.append("the first cell must be markdown: a line `# title` and a line `> what it does`")
+        faults.append(
+            "the first cell must be markdown: a line `# title` and a line `> what it does`"
+        )
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":
             found = lint_cell(cell, cell.get("id") in executed, paths)
@@ -128,18 +171,23 @@ def lint(path: Path, pictures: int = 1) -> list[str]:
     return faults
 
 
-# ---- comparison -----------------------------------------------------------------------------------------------------
+# ---- comparison
+# -----------------------------------------------------------------------------------------------------
 
 NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
 def same_text(old: str, new: str, rtol: float = 1e-3, atol: float = 1e-6) -> bool:
-    """Equal words, and numbers equal within the tolerance; how many spaces stand between them does not matter."""
+    """Equal words, and numbers equal within the tolerance; how many spaces stand between them does
+    not matter.
+    """
     old_parts, new_parts = (NUMBER.split(re.sub(r"[ \t]+", " ", text)) for text in (old, new))
     if old_parts[::2] != new_parts[::2]:
         return False
     pairs = zip(old_parts[1::2], new_parts[1::2], strict=True)
-    return all(a == b or math.isclose(float(a), float(b), rel_tol=rtol, abs_tol=atol) for a, b in pairs)
+    return all(
+        a == b or math.isclose(float(a), float(b), rel_tol=rtol, abs_tol=atol) for a, b in pairs
+    )
 
 
 def shown_parts(cell: dict) -> list[tuple[str, str]]:
@@ -155,24 +203,35 @@ def shown_parts(cell: dict) -> list[tuple[str, str]]:
             parts.append(("error", output["ename"]))
         else:
             for mime, value in sorted(output["data"].items()):
-                text = joined(value) if isinstance(value, str | list) else json.dumps(value, sort_keys=True)
+                text = (
+                    joined(value)
+                    if isinstance(value, str | list)
+                    else json.dumps(value, sort_keys=True)
+                )
                 parts.append((mime, "(a picture)" if is_picture(mime) else text))
     return [(kind, re.sub(r" at 0x[0-9a-fA-F]+>", ">", text).strip()) for kind, text in parts]
 
 
 def compare_cell(old: dict, new: dict) -> str:
     """A readable difference between the outputs of two versions of a cell; empty when they agree."""
-    before, after = shown_parts(old), shown_parts(new)
+    before = shown_parts(old)
+    after = shown_parts(new)
     same = [kind for kind, _ in before] == [kind for kind, _ in after]
     if same and all(same_text(a, b) for (_, a), (_, b) in zip(before, after, strict=True)):
         return ""
-    lines = ([line for kind, text in parts for line in [f"<{kind}>", *text.splitlines()]] for parts in (before, after))
+    lines = (
+        [line for kind, text in parts for line in [f"<{kind}>", *text.splitlines()]]
+        for parts in (before, after)
+    )
     return "\n".join(difflib.unified_diff(*lines, "committed", "executed now", lineterm="", n=2))
 
 
 def compare(committed: Path, executed: Path, ran: set[str]) -> list[str]:
-    """The differences between the outputs of two copies of a notebook, in the cells whose ids are in `ran`."""
-    old, new = read_cells(committed), read_cells(executed)
+    """The differences between the outputs of two copies of a notebook, in the cells whose ids are
+    in `ran`.
+    """
+    old = read_cells(committed)
+    new = read_cells(executed)
     faults = []
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
         if a["cell_type"] == "code" and a.get("id") in ran and (difference := compare_cell(a, b)):
@@ -180,7 +239,8 @@ def compare(committed: Path, executed: Path, ran: set[str]) -> list[str]:
     return faults
 
 
-# ---- execution ------------------------------------------------------------------------------------------------------
+# ---- execution
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -195,7 +255,8 @@ class Run:
 def mirror(notebook: Path, into: Path, root: Path = ROOT) -> Path:
     """A copy of `notebook` in a folder whose other entries are links to the project's: relative paths resolve as in
     the original, and what the notebook writes beside itself stays out of the project."""
-    source, target = root, into
+    source = root
+    target = into
     for part in (*notebook.relative_to(root).parts, None):
         if part is None:
             target.write_bytes(source.read_bytes())
@@ -204,7 +265,8 @@ def mirror(notebook: Path, into: Path, root: Path = ROOT) -> Path:
         for entry in source.iterdir():
             if entry.name != part:
                 (target / entry.name).symlink_to(entry)
-        source, target = source / part, target / part
+        source = source / part
+        target = target / part
     return target
 
 
@@ -227,12 +289,16 @@ def _context():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "nbdev.test", "matplotlib.pyplot", "pandas"])
+    context.set_forkserver_preload(
+        ["torch", "transformers", "nbdev.test", "matplotlib.pyplot", "pandas"]
+    )
     return context
 
 
 def _end(process, number: int) -> None:
-    """Signal a notebook's process and its children; or itself alone, before it has a group of its own."""
+    """Signal a notebook's process and its children; or itself alone, before it has a group of its
+    own.
+    """
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

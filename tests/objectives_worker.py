@@ -1,4 +1,6 @@
-"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which writes them to a file; the anchor gain too."""
+"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which
+writes them to a file; the anchor gain too.
+"""
 
 import itertools
 import json
@@ -26,25 +28,49 @@ from anchor_embedding.objectives.reconstruction import Reconstruction, anchor_ga
 from anchor_embedding.objectives.refinement import Refinement
 from anchor_embedding.objectives.released import ReleasedReconstruction
 
-OPTIONS = dict(mask_same_text=True, false_negative_margin=0.3, matryoshka=(8, 16), symmetric_loss=True, same_side_negatives=True)
-CASES = {  # tokens of a micro-batch are chosen so that some processes need several and others only one
+OPTIONS = dict(
+    mask_same_text=True,
+    false_negative_margin=0.3,
+    matryoshka=(8, 16),
+    symmetric_loss=True,
+    same_side_negatives=True,
+)
+# tokens of a micro-batch are chosen so that some processes need several and others only one
+CASES = {
     "plain": Contrastive(token_budget=150),
     "options": Contrastive(token_budget=150, **OPTIONS),
     "pools": Contrastive(token_budget=150, negatives_pool=4),
     "released": ReleasedReconstruction(eos_id=2, micro_batch_size=2),
     "bag": BagOfTokens(token_budget=150),
-    "mntp": MaskedPrediction(mask_id=9, mask_share=1.0, token_budget=150),  # all masked: nothing is left to chance
-    "itself": Reconstruction(target="itself", target_tokens=9, first_tokens=3, first_weight=2.0, anchor_gradient=2.0, token_budget=150),
-    "contrasted": ContrastedReconstruction(contrastive_weight=0.5, pooling="echo_mean", token_budget=150),
+    # all masked: nothing is left to chance
+    "mntp": MaskedPrediction(mask_id=9, mask_share=1.0, token_budget=150),
+    "itself": Reconstruction(
+        target="itself",
+        target_tokens=9,
+        first_tokens=3,
+        first_weight=2.0,
+        anchor_gradient=2.0,
+        token_budget=150,
+    ),
+    "contrasted": ContrastedReconstruction(
+        contrastive_weight=0.5, pooling="echo_mean", token_budget=150
+    ),
     "refined": Refinement(refine_steps=2, temperature=0.05, token_budget=150),
-    "silent": Reconstruction(token_budget=40),  # the last micro-batch of every process has nothing to decode
+    # the last micro-batch of every process has nothing to decode
+    "silent": Reconstruction(token_budget=40),
 }
 HEADS = ("tied", "untied")
 GAINS = {  # objective, pairs of the global batch
     "plain": (Reconstruction(token_budget=150), 8),
     "one pair each": (Reconstruction(token_budget=150), 2),
-    "options": (Reconstruction(target_tokens=3, first_tokens=2, first_weight=3.0, predict_eos=True, token_budget=150), 8),
-    "released": (ReleasedReconstruction(eos_id=2, micro_batch_size=1), 8),  # one pair each: what is padded does not depend on the others
+    "options": (
+        Reconstruction(
+            target_tokens=3, first_tokens=2, first_weight=3.0, predict_eos=True, token_budget=150
+        ),
+        8,
+    ),
+    # one pair each: what is padded does not depend on the others
+    "released": (ReleasedReconstruction(eos_id=2, micro_batch_size=1), 8),
 }
 
 
@@ -54,15 +80,28 @@ def make_batch() -> TokenBatch:
     pairs = []
     for i in range(8):
         document = " ".join(words[i % 5 : i % 5 + (3 if i % 2 == 0 else 20)])
-        pairs.append(Example(" ".join(words[3 * i : 3 * i + 3]), document, (" ".join(words[-4 - i : -i - 1]),) * (i % 3 == 0)))
-    return tokenize_batch(pairs, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64), Instructions.none())
+        pairs.append(
+            Example(
+                " ".join(words[3 * i : 3 * i + 3]),
+                document,
+                (" ".join(words[-4 - i : -i - 1]),) * (i % 3 == 0),
+            )
+        )
+    return tokenize_batch(
+        pairs, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64), Instructions.none()
+    )
 
 
 def silenced(batch: TokenBatch) -> TokenBatch:
     """The second half of the pairs says nothing."""
-    mute = lambda text: TokenizedText(text.ids[: text.start] + text.ids[text.stop :], text.start, text.start)
+
+    def mute(text):
+        return TokenizedText(text.ids[: text.start] + text.ids[text.stop :], text.start, text.start)
+
     half = len(batch) // 2
-    sides = ([*texts[:half], *map(mute, texts[half:])] for texts in (batch.queries, batch.positives))
+    sides = (
+        [*texts[:half], *map(mute, texts[half:])] for texts in (batch.queries, batch.positives)
+    )
     return TokenBatch(*sides, batch.negatives)
 
 
@@ -75,8 +114,11 @@ def make_decoder(head: str) -> CausalDecoder:
 def gradients(
     case: str, head: str, batch: TokenBatch, accelerator: Accelerator, sharded: bool = False
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after the first."""
-    decoder, objective = make_decoder(head), CASES[case]
+    """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after
+    the first.
+    """
+    decoder = make_decoder(head)
+    objective = CASES[case]
     set_attention(decoder, "bidirectional" if case == "mntp" else "causal")
     if head == "untied" and not objective.uses_head:
         decoder.head.requires_grad_(False)
@@ -84,25 +126,38 @@ def gradients(
     for _ in range(2):
         model.zero_grad()
         terms = objective.step(model, silenced(batch) if case == "silent" else batch, accelerator)
-    return terms, whole_tensors({name: p.grad for name, p in decoder.named_parameters() if p.grad is not None})
+    return terms, whole_tensors(
+        {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    )
 
 
 def gain(case: str, accelerator: Accelerator) -> dict[str, float]:
     """The anchor gain of a global batch of which every process holds a part."""
     objective, pairs = GAINS[case]
     places = range(accelerator.process_index, pairs, accelerator.num_processes)
-    return anchor_gain(objective, make_decoder("untied").eval(), make_batch().take(places), accelerator, places)
+    return anchor_gain(
+        objective, make_decoder("untied").eval(), make_batch().take(places), accelerator, places
+    )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    accelerator, folder = Accelerator(cpu=True), Path(sys.argv[1])
-    rank, world, batch = accelerator.process_index, accelerator.num_processes, make_batch()
+    accelerator = Accelerator(cpu=True)
+    folder = Path(sys.argv[1])
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    batch = make_batch()
     for case, head, sharded in itertools.product(CASES, HEADS, (False, True)):
-        terms, found = gradients(case, head, batch.take(range(rank, len(batch), world)), accelerator, sharded)
+        terms, found = gradients(
+            case, head, batch.take(range(rank, len(batch), world)), accelerator, sharded
+        )
         tensors = found | {f"terms.{name}": torch.tensor(value) for name, value in terms.items()}
-        save_file(tensors, folder / f"{case}-{head}-{'fsdp' if sharded else 'ddp'}-{rank}.safetensors")
-    (folder / f"gains-{rank}.json").write_text(json.dumps({case: gain(case, accelerator) for case in GAINS}))
+        save_file(
+            tensors, folder / f"{case}-{head}-{'fsdp' if sharded else 'ddp'}-{rank}.safetensors"
+        )
+    (folder / f"gains-{rank}.json").write_text(
+        json.dumps({case: gain(case, accelerator) for case in GAINS})
+    )
     accelerator.wait_for_everyone()
     accelerator.end_training()
     os._exit(0)  # all is on disk; torch's teardown of its threads may abort on a loaded machine

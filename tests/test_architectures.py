@@ -1,4 +1,6 @@
-"""The table of architectures is of the pinned transformers and leaves no third outcome; a sample of it is made again."""
+"""The table of architectures is of the pinned transformers and leaves no third outcome; a sample of
+it is made again.
+"""
 
 import json
 import re
@@ -13,7 +15,19 @@ ROWS = {row["model_type"]: row for row in TABLE["rows"]}
 USED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "gpt_oss",
 )  # fmt: skip
-SAMPLE = (*USED, "mixtral", "cohere", "deepseek_v3", "doge", "bloom", "gpt2", "mamba", "nemotron", "opt", "bert")
+SAMPLE = (
+    *USED,
+    "mixtral",
+    "cohere",
+    "deepseek_v3",
+    "doge",
+    "bloom",
+    "gpt2",
+    "mamba",
+    "nemotron",
+    "opt",
+    "bert",
+)
 
 
 def pinned(name: str) -> str:
@@ -23,7 +37,9 @@ def pinned(name: str) -> str:
 def test_the_table_is_of_the_pinned_transformers_and_of_all_its_models():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    assert TABLE["about"]["transformers"] == pinned("transformers"), "make the table again: see nbs/which_models.ipynb"
+    assert TABLE["about"]["transformers"] == pinned("transformers"), (
+        "make the table again: see nbs/which_models.ipynb"
+    )
     assert TABLE["about"]["bounds"] == BOUNDS
     assert ROWS.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 

@@ -1,4 +1,6 @@
-"""The bench, live and small: packing beats padding by a wide margin, memory does not follow the batch, wrong requests are one line."""
+"""The bench, live and small: packing beats padding by a wide margin, memory does not follow the
+batch, wrong requests are one line.
+"""
 
 import json
 import statistics
@@ -20,7 +22,9 @@ def quiet(text):
 
 
 def fastest(rows, side):
-    """Processor seconds of the fastest round: what other programs do on the machine counts least there."""
+    """Processor seconds of the fastest round: what other programs do on the machine counts least
+    there.
+    """
     return min(row["cpu_seconds"] for row in rows if row["side"] == side)
 
 
@@ -34,7 +38,11 @@ def request_for():
 
 @pytest.mark.parametrize(
     "kind,peer,pairs,least",
-    [("stage1", "textbook", 32, 1.2), ("stage1", "released", 32, 1.6), ("encode", "textbook", 96, 1.4)],
+    [
+        ("stage1", "textbook", 32, 1.2),
+        ("stage1", "released", 32, 1.6),
+        ("encode", "textbook", 96, 1.4),
+    ],
 )
 def test_packed_is_faster_than_padded(request_for, kind, peer, pairs, least):
     contest = bench.KINDS[kind](request_for(pairs))[kind]
@@ -56,7 +64,8 @@ def test_a_side_that_computes_something_else_is_noticed(request_for):
 def test_a_step_leaves_the_weights_as_they_are(request_for):
     _, engine, pairs = bench.stage(request_for(4), "stage1")
     before = {name: p.detach().clone() for name, p in engine.decoder.named_parameters()}
-    first, second = engine.run(pairs), engine.run(pairs)
+    first = engine.run(pairs)
+    second = engine.run(pairs)
     assert first == pytest.approx(second, rel=1e-6) and first["gradient norm"] > 0
     assert all(p.equal(before[name]) for name, p in engine.decoder.named_parameters())
     assert engine.optimizer.state, "the optimizer must have worked, or the step is not a whole one"
@@ -79,7 +88,9 @@ def test_growth_is_told_by_length_and_data(request_for, monkeypatch):
     rows = bench.growth_by_data((64, 640), rounds=1)
     assert [row["rows"] for row in rows] == [64, 640] and rows[0]["bytes"] < rows[1]["bytes"]
     with pytest.raises(InputError, match="bench a smaller one"):
-        bench.check_room(bench.replace(bench.known_shapes()["meta-llama/Llama-3.1-8B"], layers=10_000), CPU)
+        bench.check_room(
+            bench.replace(bench.known_shapes()["meta-llama/Llama-3.1-8B"], layers=10_000), CPU
+        )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,9 @@ def test_growth_is_told_by_length_and_data(request_for, monkeypatch):
 )
 def test_wrong_requests_are_one_sentence(wrong, message):
     with pytest.raises(InputError) as caught:
-        bench.bench(**{"kind": "stage1", "shape": "tiny", "device": "cpu", "pairs": 4, "say": quiet} | wrong)
+        bench.bench(
+            **{"kind": "stage1", "shape": "tiny", "device": "cpu", "pairs": 4, "say": quiet} | wrong
+        )
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -112,7 +125,9 @@ def test_an_empty_data_folder_is_refused(tmp_path):
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("bench_*.json")), ids=lambda path: path.stem)
 def test_records_say_what_they_are(path):
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert {"shape", "device", "threads", "dtype", "date", "commit", "versions"} <= record["about"].keys()
+    assert {"shape", "device", "threads", "dtype", "date", "commit", "versions"} <= record[
+        "about"
+    ].keys()
     for contest in record["contests"].values():
         for side, found in contest["sides"].items():
             rows = [row for row in contest["rounds"] if row["side"] == side]

@@ -1,4 +1,6 @@
-"""Scores are mteb's: what comes out equals mteb's own run of a sentence-transformers model on the same vectors."""
+"""Scores are mteb's: what comes out equals mteb's own run of a sentence-transformers model on the
+same vectors.
+"""
 
 import json
 import logging
@@ -18,7 +20,14 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.evaluate import benchmark
-from anchor_embedding.evaluate.benchmark import MtebEncoder, evaluate, load_model, run_task, scores_table, sweep
+from anchor_embedding.evaluate.benchmark import (
+    MtebEncoder,
+    evaluate,
+    load_model,
+    run_task,
+    scores_table,
+    sweep,
+)
 from anchor_embedding.evaluate.tasks import local_tasks
 from anchor_embedding.model.decoder import CausalDecoder, probe
 from anchor_embedding.model.text import TextTokenizer
@@ -26,7 +35,8 @@ from anchor_embedding.model.text import TextTokenizer
 WORDS = sorted(set(PROSE.split()))
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
 needs_data = pytest.mark.skipif(
-    REAL is None or not REAL.is_dir(), reason="real tasks: set ANCHOR_DATA to the folder that holds eval/"
+    REAL is None or not REAL.is_dir(),
+    reason="real tasks: set ANCHOR_DATA to the folder that holds eval/",
 )
 CHEAP = ("STS17", "AskUbuntuDupPairs", "HotpotQADistractor")
 
@@ -35,7 +45,9 @@ def tiny(seed=0, template="plain", max_length=64):
     """A random model of 32 dimensions."""
     decoder = CausalDecoder(tiny_model(seed=seed))
     probe(decoder)
-    return Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), template, max_length=max_length))
+    return Embedder(
+        decoder, TextTokenizer(tiny_tokenizer("smollm2"), template, max_length=max_length)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +62,16 @@ def saved(model, tmp_path_factory):
     return folder
 
 
-# ---- generated tasks of every kind ------------------------------------------------------------------------------------
+# ---- generated tasks of every kind
+# ------------------------------------------------------------------------------------
 
 
 def sentence(rng, topic, words=9):
     """Words around a place of the vocabulary: sentences of one topic share some."""
     near = rng.integers(0, 12, words // 2) + 12 * topic
-    return " ".join(WORDS[i % len(WORDS)] for i in [*near, *rng.integers(0, len(WORDS), words - words // 2)])
+    return " ".join(
+        WORDS[i % len(WORDS)] for i in [*near, *rng.integers(0, len(WORDS), words - words // 2)]
+    )
 
 
 def write(folder, **tables):
@@ -71,10 +86,16 @@ def write(folder, **tables):
 def retrieval(folder, documents, queries):
     """Retrieval of a given size: the relevant document of a query holds its words."""
     rng = np.random.default_rng(0)
-    corpus = [{"_id": f"d{i}", "title": f"t{i % 7}", "text": sentence(rng, i % 20, 14)} for i in range(documents)]
-    asked, qrels = [], "query-id\tcorpus-id\tscore\n"
+    corpus = [
+        {"_id": f"d{i}", "title": f"t{i % 7}", "text": sentence(rng, i % 20, 14)}
+        for i in range(documents)
+    ]
+    asked = []
+    qrels = "query-id\tcorpus-id\tscore\n"
     for i in range(queries):
-        asked.append({"_id": f"q{i}", "text": " ".join(corpus[i * 7 % documents]["text"].split()[:6])})
+        asked.append(
+            {"_id": f"q{i}", "text": " ".join(corpus[i * 7 % documents]["text"].split()[:6])}
+        )
         qrels += f"q{i}\td{i * 7 % documents}\t1\nq{i}\td{(i * 7 + 20) % documents}\t1\n"
     write(folder, corpus=corpus, queries=asked, qrels=qrels)
 
@@ -82,32 +103,66 @@ def retrieval(folder, documents, queries):
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
     """One task of each kind, the retrieval task of SciFact's size (5,183 documents, 300 queries)."""
-    data, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(1)
-    text = lambda topic: sentence(rng, topic)
+    data = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(1)
+
+    def text(topic):
+        return sentence(rng, topic)
+
     retrieval(data / "retrieval" / "SciFact", 5183, 300)
     pairs = [(text(i % 5), text(i % (2 + i % 4))) for i in range(200)]
     alike = [" ".join([*a.split()[: i % 6], b]) for i, (a, b) in enumerate(pairs)]
-    scored = [{"sentence1": a, "sentence2": alike[i], "score": i % 6 * 0.9} for i, (a, _) in enumerate(pairs)]
+    scored = [
+        {"sentence1": a, "sentence2": alike[i], "score": i % 6 * 0.9}
+        for i, (a, _) in enumerate(pairs)
+    ]
     write(data / "sts" / "STSBenchmark", pairs=scored)
-    write(data / "pairclassification" / "Pairs", test=[{"sentence1": a, "sentence2": b, "label": i % 2} for i, (a, b) in enumerate(pairs)])
-    rows = [{"text": text(i % 4), "label": i % 4, "label_text": f"topic {i % 4}"} for i in range(300)]
+    write(
+        data / "pairclassification" / "Pairs",
+        test=[{"sentence1": a, "sentence2": b, "label": i % 2} for i, (a, b) in enumerate(pairs)],
+    )
+    rows = [
+        {"text": text(i % 4), "label": i % 4, "label_text": f"topic {i % 4}"} for i in range(300)
+    ]
     write(data / "classification" / "EmotionClassification", train=rows[:150], test=rows[150:])
-    sets = [{"sentences": [text(i % 6) for i in range(120)], "labels": [f"topic {i % 6}" for i in range(120)]} for _ in range(3)]
+    sets = [
+        {
+            "sentences": [text(i % 6) for i in range(120)],
+            "labels": [f"topic {i % 6}" for i in range(120)],
+        }
+        for _ in range(3)
+    ]
     write(data / "clustering" / "TwentyNewsgroupsClustering", test=sets)
-    lists = [{"query": text(i % 5), "positive": [text(i % 5)], "negative": [text(j) for j in range(5) if j != i % 5]} for i in range(60)]
-    write(data / "reranking" / "Lists", test=[*lists, {"query": "all are right", "positive": ["a"], "negative": []}])
+    lists = [
+        {
+            "query": text(i % 5),
+            "positive": [text(i % 5)],
+            "negative": [text(j) for j in range(5) if j != i % 5],
+        }
+        for i in range(60)
+    ]
+    write(
+        data / "reranking" / "Lists",
+        test=[*lists, {"query": "all are right", "positive": ["a"], "negative": []}],
+    )
     return data
 
 
-# ---- agreement with mteb ----------------------------------------------------------------------------------------------
+# ---- agreement with mteb
+# ----------------------------------------------------------------------------------------------
 
 
 class BagOfWords(Embedder):
-    """Sums of random word vectors in place of a model's: quick, and good enough for scores between all and nothing."""
+    """Sums of random word vectors in place of a model's: quick, and good enough for scores between
+    all and nothing.
+    """
 
     def __init__(self, model):
         super().__init__(model.decoder, model.tokenizer, model.pooling)
-        self.made, self.table = {}, np.random.default_rng(3).standard_normal((997, model.dimension)).astype(np.float32)
+        self.made, self.table = (
+            {},
+            np.random.default_rng(3).standard_normal((997, model.dimension)).astype(np.float32),
+        )
 
     def encode(self, texts, instruction=None, *args, **options):
         words = [[zlib.crc32(word.encode()) % 997 for word in text.split()] for text in texts]
@@ -117,7 +172,9 @@ class BagOfWords(Embedder):
 
 
 class Stored(torch.nn.Module):
-    """A module of sentence-transformers that looks up vectors which were made elsewhere; it fails for other texts."""
+    """A module of sentence-transformers that looks up vectors which were made elsewhere; it fails
+    for other texts.
+    """
 
     def __init__(self, made):
         super().__init__()
@@ -140,20 +197,39 @@ def of_mteb(sentence_transformer, task):
     logging.getLogger("mteb").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"cache": None, "co2_tracker": False, "encode_kwargs": {"batch_size": 64, "show_progress_bar": False}}
-        return mteb.evaluate(sentence_transformer, task, show_progress_bar=False, **options).task_results[0].get_score()
+        options = {
+            "cache": None,
+            "co2_tracker": False,
+            "encode_kwargs": {"batch_size": 64, "show_progress_bar": False},
+        }
+        return (
+            mteb.evaluate(sentence_transformer, task, show_progress_bar=False, **options)
+            .task_results[0]
+            .get_score()
+        )
 
 
 def agrees(model, folder, name):
-    """Our entry for a task, and mteb's score of a real SentenceTransformer that has the same vectors."""
+    """Our entry for a task, and mteb's score of a real SentenceTransformer that has the same
+    vectors.
+    """
     from sentence_transformers import SentenceTransformer
 
-    (ours,), (theirs,), model = local_tasks(folder, name), local_tasks(folder, name), BagOfWords(model)
+    (ours,) = local_tasks(folder, name)
+    (theirs,) = local_tasks(folder, name)
+    model = BagOfWords(model)
     entry = run_task(MtebEncoder(model, prompts="none"), ours)
     return entry, of_mteb(SentenceTransformer(modules=[Stored(model.made)], device="cpu"), theirs)
 
 
-KINDS = ("SciFact", "STSBenchmark", "Pairs", "EmotionClassification", "TwentyNewsgroupsClustering", "Lists")
+KINDS = (
+    "SciFact",
+    "STSBenchmark",
+    "Pairs",
+    "EmotionClassification",
+    "TwentyNewsgroupsClustering",
+    "Lists",
+)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -164,19 +240,26 @@ def test_score_equals_mteb_on_the_same_vectors(model, generated, name):
 
 
 def as_sentence_transformer(model, folder):
-    """The same weights as a sentence-transformers folder: transformers' own attention, EOS by its tokenizer."""
+    """The same weights as a sentence-transformers folder: transformers' own attention, EOS by its
+    tokenizer.
+    """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = tiny_tokenizer("smollm2")
     eos = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)])
-    tokenizer.pad_token, tokenizer.chat_template = tokenizer.pad_token or eos, None  # else it wraps texts in a conversation
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    tokenizer.pad_token = tokenizer.pad_token or eos
+    tokenizer.chat_template = None  # else it wraps texts in a conversation
     model.decoder.causal_lm.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     words = Transformer(str(folder / "base"), max_seq_length=512)
-    SentenceTransformer(modules=[words, Pooling(model.dimension, "lasttoken")], device="cpu").save(str(folder / "st"))
+    SentenceTransformer(modules=[words, Pooling(model.dimension, "lasttoken")], device="cpu").save(
+        str(folder / "st")
+    )
     return folder / "st"
 
 
@@ -184,43 +267,75 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     """Our packed encode against padded batches, each through its own way into mteb, to the scores."""
     other = as_sentence_transformer(model, tmp_path)
     assert not isinstance(load_model(other), Embedder)
-    options = {"prompts": "none", "dtype": "float32", "device": "cpu", "say": lambda text: None, "progress": False}
+    options = {
+        "prompts": "none",
+        "dtype": "float32",
+        "device": "cpu",
+        "say": lambda text: None,
+        "progress": False,
+    }
     names = ["STSBenchmark", "Lists", "Pairs"]
     ours = evaluate(model, names, tmp_path / "out", generated, **options)
     theirs = evaluate(other, names, tmp_path / "out", generated, **options)
     assert not ours["errors"] and not theirs["errors"]
     for name in names:
-        assert ours["tasks"][name]["main_score"] == pytest.approx(theirs["tasks"][name]["main_score"], abs=1e-4)
-    assert theirs["about"]["wording"].startswith("the model's own") and not {"prompts", "max_length", "dtype"} & theirs["about"].keys()
-    assert ours["about"]["dtype"] == "float32" and list(scores_table([ours, theirs]).columns)[1:] == ["model-none", "st"]
+        assert ours["tasks"][name]["main_score"] == pytest.approx(
+            theirs["tasks"][name]["main_score"], abs=1e-4
+        )
+    assert (
+        theirs["about"]["wording"].startswith("the model's own")
+        and not {"prompts", "max_length", "dtype"} & theirs["about"].keys()
+    )
+    assert ours["about"]["dtype"] == "float32" and list(scores_table([ours, theirs]).columns)[
+        1:
+    ] == ["model-none", "st"]
 
 
-# ---- what is kept, and what goes wrong ----------------------------------------------------------------------------------
+# ---- what is kept, and what goes wrong
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def quick(generated, tmp_path):
     """Arguments of an evaluation on two small tasks."""
-    return {"tasks": "Lists,Pairs", "data_dir": generated, "dtype": "float32", "progress": False, "out": tmp_path / "out"}
+    return {
+        "tasks": "Lists,Pairs",
+        "data_dir": generated,
+        "dtype": "float32",
+        "progress": False,
+        "out": tmp_path / "out",
+    }
 
 
 def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
-    first, said = evaluate(saved, **quick, say=lambda text: None), []
-    monkeypatch.setattr(benchmark, "load_model", lambda *_: pytest.fail("the model was loaded although all is done"))
+    first = evaluate(saved, **quick, say=lambda text: None)
+    said = []
+    monkeypatch.setattr(
+        benchmark, "load_model", lambda *_: pytest.fail("the model was loaded although all is done")
+    )
     assert evaluate(saved, **quick, say=said.append) == first and not said
     monkeypatch.undo()
     entry = evaluate(saved, **quick | {"tasks": "Pairs,STSBenchmark"}, say=said.append)["tasks"]
-    assert len(said) == 1 and said[0].startswith("STSBenchmark") and entry["Pairs"] == first["tasks"]["Pairs"]
+    assert (
+        len(said) == 1
+        and said[0].startswith("STSBenchmark")
+        and entry["Pairs"] == first["tasks"]["Pairs"]
+    )
 
 
 def test_another_length_is_another_score(saved, quick):
     whole = evaluate(saved, **quick, say=lambda text: None)
-    cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)  # the instruction and a few tokens of the text
+    # the instruction and a few tokens of the text
+    cut = evaluate(saved, **quick, max_length=56, say=lambda text: None)
     assert (whole["model"], cut["model"]) == (f"{saved.name}-float32", f"{saved.name}-56-float32")
     assert cut["tasks"]["Pairs"]["main_score"] != whole["tasks"]["Pairs"]["main_score"]
     assert cut["about"]["max_length"] == cut["about"]["template"]["max_length"] == 56
-    assert whole["about"]["template"]["max_length"] == 512 and evaluate(saved, **quick, say=lambda text: None) == whole
-    short = evaluate(saved, **quick, max_length=8, prompts="mteb", say=lambda text: None)  # which has an instruction for its kind
+    assert (
+        whole["about"]["template"]["max_length"] == 512
+        and evaluate(saved, **quick, say=lambda text: None) == whole
+    )
+    # which has an instruction for its kind
+    short = evaluate(saved, **quick, max_length=8, prompts="mteb", say=lambda text: None)
     assert "leaves no room behind this instruction" in short["errors"]["Pairs"]
 
 
@@ -233,9 +348,14 @@ def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated)
     data = tmp_path / "data" / "pairclassification" / "Pairs"
     rows = (generated / "pairclassification" / "Pairs" / "test.jsonl").read_text().splitlines()
     write(data, test=[json.loads(row) for row in rows[:-20]])
-    third = evaluate(tmp_path / saved.name, **quick | {"tasks": "Pairs", "data_dir": tmp_path / "data"}, say=lambda text: None)
+    third = evaluate(
+        tmp_path / saved.name,
+        **quick | {"tasks": "Pairs", "data_dir": tmp_path / "data"},
+        say=lambda text: None,
+    )
     assert third["tasks"]["Pairs"]["data_revision"] != second["tasks"]["Pairs"]["data_revision"]
-    assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2  # mteb's files, by revision of the weights
+    # mteb's files, by revision of the weights
+    assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2
 
 
 def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_path):
@@ -243,16 +363,27 @@ def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_pa
     quick |= {"tasks": "Pairs", "dtype": "auto"}
     for out in (tmp_path / "tiny", tmp_path):  # inside it, and so that NAME is the folder itself
         first = evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: None)
-        assert evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: pytest.fail("done again")) == first
+        assert (
+            evaluate(
+                tmp_path / "tiny",
+                **quick | {"out": out},
+                say=lambda text: pytest.fail("done again"),
+            )
+            == first
+        )
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_queries_file_stops_no_evaluation(saved, quick, content):
-    first, said = evaluate(saved, **quick, say=lambda text: None), []
+    first = evaluate(saved, **quick, say=lambda text: None)
+    said = []
     beside = quick["out"] / f"{saved.name}-float32" / "queries.json"
     beside.write_text(content)
     found = evaluate(saved, **quick | {"tasks": "Lists,Pairs,STSBenchmark"}, say=said.append)
-    assert found["tasks"].keys() == {"Lists", "Pairs", "STSBenchmark"} and found["tasks"]["Lists"] == first["tasks"]["Lists"]
+    assert (
+        found["tasks"].keys() == {"Lists", "Pairs", "STSBenchmark"}
+        and found["tasks"]["Lists"] == first["tasks"]["Lists"]
+    )
     assert len(said) == 2 and "queries.json is broken" in said[0] and not found["errors"]
 
 
@@ -275,7 +406,10 @@ def test_a_length_without_room_is_refused_before_anything_is_made(tmp_path, quic
 
 def test_length_0_is_the_model_s_own(saved, quick):
     own = evaluate(saved, **quick | {"tasks": "Pairs"}, max_length=0, say=lambda text: None)
-    assert own["model"] == f"{saved.name}-own-length-float32" and own["about"]["template"]["max_length"] == 64
+    assert (
+        own["model"] == f"{saved.name}-own-length-float32"
+        and own["about"]["template"]["max_length"] == 64
+    )
 
 
 def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
@@ -283,30 +417,75 @@ def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
     for seed in (1, 2):
         tiny(seed=seed).save_pretrained(tmp_path / f"q{seed}" / "anchor")
     quick |= {"tasks": "Pairs", "dtype": "auto"}
-    said, calls = [], [("q1", {}), ("q2", {}), ("q1", {"dtype": "bfloat16"}), ("q1", {"dtype": "float32"})]
-    first = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
-    names = ["anchor", f"anchor-{first[1]['about']['revision']}", "anchor-bfloat16", "anchor-float32"]
-    assert [found["model"] for found in first] == names and {path.name for path in quick["out"].glob("[a-q]*")} == set(names)
+    said = []
+    calls = [("q1", {}), ("q2", {}), ("q1", {"dtype": "bfloat16"}), ("q1", {"dtype": "float32"})]
+    first = [
+        evaluate(tmp_path / q / "anchor", **quick | options, say=said.append)
+        for q, options in calls
+    ]
+    names = [
+        "anchor",
+        f"anchor-{first[1]['about']['revision']}",
+        "anchor-bfloat16",
+        "anchor-float32",
+    ]
+    assert [found["model"] for found in first] == names and {
+        path.name for path in quick["out"].glob("[a-q]*")
+    } == set(names)
     assert len(said) == 5 and "holds scores of other weights" in said[1] and names[1] in said[1]
     assert [found["about"]["dtype"] for found in first[2:]] == ["bfloat16", "float32"]
     said.clear()
-    again = [evaluate(tmp_path / q / "anchor", **quick | options, say=said.append) for q, options in calls]
-    assert again == first and len(said) == 1  # nothing is run; where the second model's scores are is said again
+    again = [
+        evaluate(tmp_path / q / "anchor", **quick | options, say=said.append)
+        for q, options in calls
+    ]
+    # nothing is run; where the second model's scores are is said again
+    assert again == first and len(said) == 1
 
 
 def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     data = tmp_path / "data"
     write(data / "sts" / "STS12", pairs=[{"sentence1": "a", "sentence2": "b", "score": "much"}])
     write(data / "retrieval" / "NFCorpus", queries=[{"_id": "q", "text": "a"}])
-    write(data / "sts" / "STS13", pairs=[{"sentence1": "same", "sentence2": "same", "score": i} for i in range(3)])
-    write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
-    scores = evaluate(saved, **quick | {"tasks": "STS12,NFCorpus,STS13,STS17,Good", "data_dir": data}, say=lambda text: None)
-    assert list(scores["tasks"]) == ["Good"] and list(scores["errors"]) == ["STS12", "NFCorpus", "STS13", "STS17"]
-    assert "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'" in scores["errors"]["STS12"]
-    assert "has no corpus.jsonl" in scores["errors"]["NFCorpus"] and "STS17 is not in" in scores["errors"]["STS17"]
+    write(
+        data / "sts" / "STS13",
+        pairs=[{"sentence1": "same", "sentence2": "same", "score": i} for i in range(3)],
+    )
+    write(
+        data / "pairclassification" / "Good",
+        test=[
+            {"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])
+        ],
+    )
+    scores = evaluate(
+        saved,
+        **quick | {"tasks": "STS12,NFCorpus,STS13,STS17,Good", "data_dir": data},
+        say=lambda text: None,
+    )
+    assert list(scores["tasks"]) == ["Good"] and list(scores["errors"]) == [
+        "STS12",
+        "NFCorpus",
+        "STS13",
+        "STS17",
+    ]
+    assert (
+        "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'"
+        in scores["errors"]["STS12"]
+    )
+    assert (
+        "has no corpus.jsonl" in scores["errors"]["NFCorpus"]
+        and "STS17 is not in" in scores["errors"]["STS17"]
+    )
     assert "the score is nan" in scores["errors"]["STS13"]
-    write(data / "sts" / "STS17", pairs=[{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])])
-    scores = evaluate(saved, **quick | {"tasks": "Good,STS17", "data_dir": data}, say=lambda text: None)
+    write(
+        data / "sts" / "STS17",
+        pairs=[
+            {"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])
+        ],
+    )
+    scores = evaluate(
+        saved, **quick | {"tasks": "Good,STS17", "data_dir": data}, say=lambda text: None
+    )
     assert list(scores["tasks"]) == ["Good", "STS17"] and not scores["errors"]
     kept = benchmark.read_scores(tmp_path / "out" / f"{saved.name}-float32")
     assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
@@ -314,18 +493,35 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
 
 def test_an_error_deletes_no_score(saved, quick, tmp_path):
     quick["tasks"] = "Lists,STSBenchmark"
-    first, folder = evaluate(saved, **quick, say=lambda text: None), tmp_path / "out" / f"{saved.name}-float32"
+    first = evaluate(saved, **quick, say=lambda text: None)
+    folder = tmp_path / "out" / f"{saved.name}-float32"
     kept = {path.name: path.read_text() for path in folder.iterdir()}
     data = tmp_path / "data"
-    write(data / "pairclassification" / "Good", test=[{"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])])
+    write(
+        data / "pairclassification" / "Good",
+        test=[
+            {"sentence1": w, "sentence2": w[:3], "label": i % 2} for i, w in enumerate(WORDS[:30])
+        ],
+    )
     write(data / "reranking" / "Lists", test=[{"query": "a", "positive": [], "negative": ["b"]}])
-    for tasks, reason in (("Lists", "no positive document"), ("STSBenchmark,Good", "STSBenchmark is not in")):
-        failed = evaluate(saved, **quick | {"tasks": tasks, "data_dir": data}, say=lambda text: None)
+    for tasks, reason in (
+        ("Lists", "no positive document"),
+        ("STSBenchmark,Good", "STSBenchmark is not in"),
+    ):
+        failed = evaluate(
+            saved, **quick | {"tasks": tasks, "data_dir": data}, say=lambda text: None
+        )
         name = tasks.split(",")[0]
         assert reason in failed["errors"][name] and name not in failed["tasks"]
-    assert {key: value for key, value in benchmark.read_scores(folder)["tasks"].items() if key != "Good"} == first["tasks"]
-    assert (folder / "queries.json").read_text() == kept["queries.json"] and not benchmark.read_scores(folder)["errors"]
-    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {"about": benchmark.read_scores(folder)["about"]}
+    assert {
+        key: value for key, value in benchmark.read_scores(folder)["tasks"].items() if key != "Good"
+    } == first["tasks"]
+    assert (folder / "queries.json").read_text() == kept[
+        "queries.json"
+    ] and not benchmark.read_scores(folder)["errors"]
+    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {
+        "about": benchmark.read_scores(folder)["about"]
+    }
 
 
 def test_a_model_with_nan_vectors(generated, quick, tmp_path):
@@ -340,7 +536,9 @@ def test_a_model_with_nan_vectors(generated, quick, tmp_path):
 def test_tasks_of_the_hub_without_a_hub(saved, quick, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     scores = evaluate(saved, **quick | {"tasks": "STS17", "data_dir": None}, say=lambda text: None)
-    assert "is it reachable" in scores["errors"]["STS17"] and "data_dir" in scores["errors"]["STS17"]
+    assert (
+        "is it reachable" in scores["errors"]["STS17"] and "data_dir" in scores["errors"]["STS17"]
+    )
 
 
 def test_unknown_names(saved, quick, tmp_path):
@@ -355,7 +553,9 @@ def test_unknown_names(saved, quick, tmp_path):
 
 
 def test_an_adapter_with_its_base(saved, quick, tmp_path):
-    """A checkpoint that is an adapter is evaluated with its base, and is another model than its base."""
+    """A checkpoint that is an adapter is evaluated with its base, and is another model than its
+    base.
+    """
     from anchor_embedding.model.decoder import add_lora
 
     model = Embedder.from_pretrained(saved, dtype="float32")
@@ -366,27 +566,37 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
                 parameter.normal_(std=0.3)
     model.save_pretrained(tmp_path / "run" / "step-000002")
     assert (tmp_path / "run" / "step-000002" / "adapter_config.json").exists()
-    scores, memory = evaluate(tmp_path / "run" / "step-000002", **quick, say=lambda text: None), evaluate(model, **quick, say=lambda text: None)
+    scores = evaluate(tmp_path / "run" / "step-000002", **quick, say=lambda text: None)
+    memory = evaluate(model, **quick, say=lambda text: None)
     base = evaluate(saved, **quick, say=lambda text: None)
-    assert scores["model"] == "run-step-000002-float32" and scores["about"]["revision"] != base["about"]["revision"]
-    assert scores["tasks"]["Pairs"]["main_score"] == pytest.approx(memory["tasks"]["Pairs"]["main_score"], abs=1e-3)
+    assert (
+        scores["model"] == "run-step-000002-float32"
+        and scores["about"]["revision"] != base["about"]["revision"]
+    )
+    assert scores["tasks"]["Pairs"]["main_score"] == pytest.approx(
+        memory["tasks"]["Pairs"]["main_score"], abs=1e-3
+    )
     assert scores["tasks"]["Pairs"]["main_score"] != base["tasks"]["Pairs"]["main_score"]
 
 
-# ---- vectors are made once ----------------------------------------------------------------------------------------------
+# ---- vectors are made once
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, monkeypatch):
     for name in ("First", "Second"):
         retrieval(tmp_path / "data" / "retrieval" / name, 60, 10)
-    asked, encode_on = [], benchmark.encode_on
+    asked = []
+    encode_on = benchmark.encode_on
 
     def counted(replicas, texts, told, tokens):
         asked.extend((told, text) for text in texts)
         return encode_on(replicas, texts, told, tokens)
 
     monkeypatch.setattr(benchmark, "encode_on", counted)
-    scores = evaluate(saved, None, tmp_path / "out", tmp_path / "data", dtype="float32", say=lambda text: None)
+    scores = evaluate(
+        saved, None, tmp_path / "out", tmp_path / "data", dtype="float32", say=lambda text: None
+    )
     assert len(asked) == len(set(asked)) == 70
     assert scores["tasks"]["First"]["main_score"] == scores["tasks"]["Second"]["main_score"]
     left = {path.name for path in (tmp_path / "out" / f"{saved.name}-float32").iterdir()}
@@ -396,7 +606,8 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
 def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, monkeypatch):
     retrieval(tmp_path / "data" / "retrieval" / "Long", 60, 10)
     monkeypatch.setattr(benchmark, "CHUNK_TEXTS", 16)
-    encode_on, made = benchmark.encode_on, []
+    encode_on = benchmark.encode_on
+    made = []
 
     def killed(replicas, texts, told, tokens):
         made.extend(texts)
@@ -408,24 +619,39 @@ def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, mo
     monkeypatch.setattr(benchmark, "encode_on", killed)
     with pytest.raises(KeyboardInterrupt):
         evaluate(*arguments, dtype="float32", say=lambda text: None)
-    before, made[:] = set(made[:42]), []
-    monkeypatch.setattr(benchmark, "encode_on", lambda replicas, texts, *rest: made.extend(texts) or encode_on(replicas, texts, *rest))
+    before = set(made[:42])
+    made[:] = []
+    monkeypatch.setattr(
+        benchmark,
+        "encode_on",
+        lambda replicas, texts, *rest: made.extend(texts) or encode_on(replicas, texts, *rest),
+    )
     scores = evaluate(*arguments, dtype="float32", say=lambda text: None)
-    assert scores["tasks"]["Long"] and len(before) == 42 and not before & set(made) and len(made) == 70 - 42
+    assert (
+        scores["tasks"]["Long"]
+        and len(before) == 42
+        and not before & set(made)
+        and len(made) == 70 - 42
+    )
 
 
 def test_two_processes_do_not_write_the_same_scores(saved, quick):
     from filelock import FileLock
 
     quick["out"].mkdir()
-    with FileLock(quick["out"] / f".{saved.name}-float32.lock"), pytest.raises(InputError, match="another process writes to"):
+    with (
+        FileLock(quick["out"] / f".{saved.name}-float32.lock"),
+        pytest.raises(InputError, match="another process writes to"),
+    ):
         evaluate(saved, **quick, say=lambda text: None)
     assert evaluate(saved, **quick, say=lambda text: None)["tasks"]
 
 
 def test_several_replicas_give_the_scores_of_one(saved, quick, tmp_path):
     one = evaluate(saved, **quick, say=lambda text: None)
-    two = evaluate(saved, **quick | {"out": tmp_path / "two"}, devices=["cpu", "cpu"], say=lambda text: None)
+    two = evaluate(
+        saved, **quick | {"out": tmp_path / "two"}, devices=["cpu", "cpu"], say=lambda text: None
+    )
     for name, entry in one["tasks"].items():
         assert two["tasks"][name]["main_score"] == pytest.approx(entry["main_score"], abs=1e-4)
 
@@ -447,7 +673,8 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
     assert bars[0].n == bars[0].total > 0 and "s left  Pairs" in capsys.readouterr().err
 
 
-# ---- along a run --------------------------------------------------------------------------------------------------------
+# ---- along a run
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
@@ -456,36 +683,76 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     from anchor_embedding.train.loop import train
     from anchor_embedding.train.recipe import load_recipe
 
-    pairs = [Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever") for i in range(24)]
-    settings = [f"base={saved}", "batch_size=4", "max_length=32", "steps=4", "dtype=float32", "warmup_steps=1"]
+    pairs = [
+        Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever")
+        for i in range(24)
+    ]
+    settings = [
+        f"base={saved}",
+        "batch_size=4",
+        "max_length=32",
+        "steps=4",
+        "dtype=float32",
+        "warmup_steps=1",
+    ]
     settings += ["checkpoint_every=2", "eval_every=2", "instructions=none"]
     run = tmp_path / "run"
     during = benchmark.TaskEvaluator("Pairs", generated)
-    train(load_recipe("stage2", settings), run, pairs, during, progress=False, say=lambda text: None)
+    train(
+        load_recipe("stage2", settings), run, pairs, during, progress=False, say=lambda text: None
+    )
     logged = benchmark.read_log(run / "evals.jsonl")
-    assert [(line["step"], line["task"]) for line in logged] == [(0, "Pairs"), (2, "Pairs"), (4, "Pairs")]
-    swept = sweep(run, 2, "Pairs", generated, dtype="float32", progress=False, say=lambda text: None)
+    assert [(line["step"], line["task"]) for line in logged] == [
+        (0, "Pairs"),
+        (2, "Pairs"),
+        (4, "Pairs"),
+    ]
+    swept = sweep(
+        run, 2, "Pairs", generated, dtype="float32", progress=False, say=lambda text: None
+    )
     found = [scores["tasks"]["Pairs"]["main_score"] for scores in swept]
     assert found == pytest.approx([line["score"] for line in logged[1:]], abs=1e-3)
-    lines = benchmark.read_log(run / "evals.jsonl")  # a line more where merged weights round to another score
-    assert lines[:3] == logged and {line["step"]: line["score"] for line in lines} | {0: 0} == {0: 0, 2: found[0], 4: found[1]}
+    # a line more where merged weights round to another score
+    lines = benchmark.read_log(run / "evals.jsonl")
+    assert lines[:3] == logged and {line["step"]: line["score"] for line in lines} | {0: 0} == {
+        0: 0,
+        2: found[0],
+        4: found[1],
+    }
     said = []
     sweep(run, 2, "Pairs", generated, dtype="float32", progress=False, say=said.append)
     assert said == ["== step 2", "== step 4"] and benchmark.read_log(run / "evals.jsonl") == lines
 
 
-def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(saved, generated, tmp_path):
+def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
+    saved, generated, tmp_path
+):
     run = tmp_path / "run"
     tiny().save_pretrained(run / "step-000002")
     usual = {"step": 2, "task": "Pairs", "metric": "max_ap", "score": 0.25}
     (run / "evals.jsonl").write_text(json.dumps(usual) + "\n")
-    arguments = {"tasks": "Pairs", "data_dir": generated, "progress": False, "say": lambda text: None}
+    arguments = {
+        "tasks": "Pairs",
+        "data_dir": generated,
+        "progress": False,
+        "say": lambda text: None,
+    }
     for _ in range(2):
-        swept = [sweep(run, 2, **arguments, **settings)[0] for settings in ({}, {"prompts": "mteb", "max_length": 56, "dtype": "float32"})]
+        swept = [
+            sweep(run, 2, **arguments, **settings)[0]
+            for settings in ({}, {"prompts": "mteb", "max_length": 56, "dtype": "float32"})
+        ]
     lines = benchmark.read_log(run / "evals.jsonl")
-    assert lines[0] == usual and [line["score"] for line in lines[1:]] == [found["tasks"]["Pairs"]["main_score"] for found in swept]
+    assert lines[0] == usual and [line["score"] for line in lines[1:]] == [
+        found["tasks"]["Pairs"]["main_score"] for found in swept
+    ]
     assert lines[1].keys() == usual.keys()
-    assert lines[2] == usual | {"score": lines[2]["score"], "prompts": "mteb", "max_length": 56, "dtype": "float32"}
+    assert lines[2] == usual | {
+        "score": lines[2]["score"],
+        "prompts": "mteb",
+        "max_length": 56,
+        "dtype": "float32",
+    }
 
 
 def test_importing_does_not_load_mteb():
@@ -494,17 +761,24 @@ def test_importing_does_not_load_mteb():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- real tasks ---------------------------------------------------------------------------------------------------------
+# ---- real tasks
+# ---------------------------------------------------------------------------------------------------------
 
 
 @needs_data
 def test_cheap_real_tasks(tmp_path):
     tiny(template="chat", max_length=96).save_pretrained(tmp_path / "tiny")
     began = time.perf_counter()
-    scores = evaluate(tmp_path / "tiny", CHEAP, tmp_path / "out", REAL, dtype="float32", progress=False, say=print)
+    scores = evaluate(
+        tmp_path / "tiny", CHEAP, tmp_path / "out", REAL, dtype="float32", progress=False, say=print
+    )
     print(scores_table([scores]), f"{time.perf_counter() - began:.0f} s")
     assert list(scores["tasks"]) == list(CHEAP) and not scores["errors"]
-    assert [entry["metric"] for entry in scores["tasks"].values()] == ["cosine_spearman", "max_ap", "map_at_1000"]
+    assert [entry["metric"] for entry in scores["tasks"].values()] == [
+        "cosine_spearman",
+        "max_ap",
+        "map_at_1000",
+    ]
 
 
 @needs_data
@@ -520,7 +794,9 @@ def test_every_real_task(tmp_path):
     """Every folder runs, with a tiny model, and equals mteb's own run on the same vectors."""
     names = [path.name for kind in REAL.iterdir() if kind.is_dir() for path in kind.iterdir()]
     tiny(template="chat", max_length=96).save_pretrained(tmp_path / "tiny")
-    scores = evaluate(tmp_path / "tiny", None, tmp_path / "out", REAL, dtype="float32", progress=False, say=print)
+    scores = evaluate(
+        tmp_path / "tiny", None, tmp_path / "out", REAL, dtype="float32", progress=False, say=print
+    )
     assert set(scores["tasks"]) == set(names) and not scores["errors"]
 
 

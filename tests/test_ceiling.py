@@ -1,4 +1,6 @@
-"""The ceiling of the anchor gain: the command against a plain loop over strings, in every precision and form of model, and what it refuses."""
+"""The ceiling of the anchor gain: the command against a plain loop over strings, in every precision
+and form of model, and what it refuses.
+"""
 
 import json
 
@@ -22,11 +24,18 @@ SIDES = {"q2d": ("query", "positive"), "d2q": ("positive", "query")}
 
 @torch.no_grad()
 def naive_loss(folder, rows, direction, line_break="\n"):
-    """Nats per token of all targets after their own counterparts, from strings, with transformers alone."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Nats per token of all targets after their own counterparts, from strings, with transformers
+    alone.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     source, target = SIDES[direction]
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for row in rows:
         front = ids("<|im_start|>user\n") + ids(row[source]) + ids(line_break)
         body = ids(row[target])
@@ -44,43 +53,79 @@ def measured(capsys, *arguments):
 def test_the_command_agrees_with_a_loop_over_strings(base, pairs, tmp_path, capsys):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     out = tmp_path / "records" / "ceiling.json"
-    printed = measured(capsys, base, "--data", pairs, "--pairs", 99, "--token-budget", 300, "--out", out)
+    printed = measured(
+        capsys, base, "--data", pairs, "--pairs", 99, "--token-budget", 300, "--out", out
+    )
     record = json.loads(out.read_text())
     found = record["datasets"]["pairs"]
     assert record["pairs"] == {"pairs": len(rows)}
     for direction in SIDES:
         assert found[direction]["own"] == pytest.approx(naive_loss(base, rows, direction), rel=1e-4)
         nothing = [{**row, SIDES[direction][0]: ""} for row in rows]
-        assert found[direction]["none"] == pytest.approx(naive_loss(base, nothing, direction), rel=1e-4)
+        assert found[direction]["none"] == pytest.approx(
+            naive_loss(base, nothing, direction), rel=1e-4
+        )
         assert found[direction]["saving"] == found[direction]["next"] - found[direction]["own"]
         assert f"{found[direction]['saving']:.3f} [{found[direction]['low']:.3f}" in printed.out
     about = record["about"]
-    assert about["command"].startswith("anchor ceiling ") and "--token-budget 300" in about["command"]
-    assert about["base"] == str(base) and about["dtype"] == "float32" and {"commit", "device", "date"} <= about.keys()
+    assert (
+        about["command"].startswith("anchor ceiling ") and "--token-budget 300" in about["command"]
+    )
+    assert (
+        about["base"] == str(base)
+        and about["dtype"] == "float32"
+        and {"commit", "device", "date"} <= about.keys()
+    )
 
 
 def test_settings_reach_the_measurement(base, pairs, tmp_path, capsys):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     out = tmp_path / "ceiling.json"
-    measured(capsys, base, "--data", pairs, "--pairs", 99, "--separator", " = ", "--first-tokens", 2, "--max-length", 60, "--out", out)
+    measured(
+        capsys,
+        base,
+        "--data",
+        pairs,
+        "--pairs",
+        99,
+        "--separator",
+        " = ",
+        "--first-tokens",
+        2,
+        "--max-length",
+        60,
+        "--out",
+        out,
+    )
     record = json.loads(out.read_text())
-    assert record["settings"] | {"separator": " = ", "first_tokens": 2, "max_length": 60} == record["settings"]
+    assert (
+        record["settings"] | {"separator": " = ", "first_tokens": 2, "max_length": 60}
+        == record["settings"]
+    )
     found = record["datasets"]["pairs"]
     assert found["q2d"]["own"] == pytest.approx(naive_loss(base, rows, "q2d", " = "), rel=1e-4)
     assert found["d2q_first_2"]["tokens"] == 2 * len(rows)
     measured(capsys, base, "--data", pairs, "--pairs", 7, "--max-length", 12, "--out", out)
     fewer = json.loads(out.read_text())
-    assert fewer["pairs"] == {"pairs": 7} and fewer["datasets"]["pairs"]["q2d"]["tokens"] == 7 * (12 - 5)
+    assert fewer["pairs"] == {"pairs": 7} and fewer["datasets"]["pairs"]["q2d"]["tokens"] == 7 * (
+        12 - 5
+    )
 
 
 def test_several_sources_are_measured_apart(base, pairs, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps({"query": line[:9], "positive": line[9:]}) + "\n" for line in LINES))
-    together, alone = tmp_path / "together.json", tmp_path / "alone.json"
+    other.write_text(
+        "".join(json.dumps({"query": line[:9], "positive": line[9:]}) + "\n" for line in LINES)
+    )
+    together = tmp_path / "together.json"
+    alone = tmp_path / "alone.json"
     printed = measured(capsys, base, "--data", other, pairs, "--pairs", 6, "--out", together)
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["other", "pairs"]
     measured(capsys, base, "--data", pairs, "--pairs", 6, "--out", alone)
-    assert json.loads(together.read_text())["datasets"]["pairs"] == json.loads(alone.read_text())["datasets"]["pairs"]
+    assert (
+        json.loads(together.read_text())["datasets"]["pairs"]
+        == json.loads(alone.read_text())["datasets"]["pairs"]
+    )
 
 
 def failure(capsys, *arguments):
@@ -108,7 +153,8 @@ def test_refused_in_one_line(base, pairs, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def few(base):
     """Four pairs as tokens, and what a decoder's ceilings for them are."""
-    decoder, tokenizer = load_decoder(str(base)), TextTokenizer(AutoTokenizer.from_pretrained(base), max_length=64)
+    decoder = load_decoder(str(base))
+    tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(base), max_length=64)
     examples = [Example(line[:20], line[20:]) for line in LINES[:4]]
     batch = tokenize_batch(examples, tokenizer, Instructions.none())
     given = batch, separator_ids(tokenizer), opening_ids("encode", tokenizer.template)
@@ -116,7 +162,13 @@ def few(base):
 
 
 def same(found, expected, tolerance):
-    values = lambda ceilings: [getattr(one, name) for one in ceilings.values() for name in ("own", "next", "none", "tokens")]
+    def values(ceilings):
+        return [
+            getattr(one, name)
+            for one in ceilings.values()
+            for name in ("own", "next", "none", "tokens")
+        ]
+
     np.testing.assert_allclose(values(found), values(expected), rtol=tolerance)
 
 

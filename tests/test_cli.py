@@ -1,4 +1,6 @@
-"""The command line: every command on a tiny model, and bad input as one clear line with exit code 2."""
+"""The command line: every command on a tiny model, and bad input as one clear line with exit code
+2.
+"""
 
 import json
 import os
@@ -22,7 +24,15 @@ WORDS = PROSE.split()
 
 def settings(base, pairs, *more):
     """Arguments that make any shipped recipe small."""
-    small = [f"base={base}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=3", "dtype=float32", *more]
+    small = [
+        f"base={base}",
+        f"data={pairs}",
+        "batch_size=8",
+        "max_length=40",
+        "steps=3",
+        "dtype=float32",
+        *more,
+    ]
     return [part for item in small for part in ("--set", item)]
 
 
@@ -39,7 +49,8 @@ def command(*arguments, **options):
     """`anchor …` in a process of its own."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from anchor_embedding.cli import main; sys.exit(main())", *map(str, arguments)],
+        [sys.executable, "-c", "import sys; from anchor_embedding.cli import main; "
+                               "sys.exit(main())", *map(str, arguments)],
         capture_output=True, text=True, env=environment, timeout=300, **options,
     )  # fmt: skip
 
@@ -56,18 +67,28 @@ def test_help_is_quick_and_complete():
     assert command("--version").stdout.strip() == f"anchor_embedding {__version__}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["train"], ["encode", "model"], ["quickstart", "--steps", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["train"], ["encode", "model"], ["quickstart", "--steps", "many"]],
+)
 def test_usage_errors_exit_2(arguments):
     done = command(*arguments)
     assert done.returncode == 2 and "usage:" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("recipe", "terms"), [("stage1", {"q2d", "d2q", "loss"}), ("stage2", {"infonce"}), ("baseline", {"infonce"})])
+@pytest.mark.parametrize(
+    ("recipe", "terms"),
+    [("stage1", {"q2d", "d2q", "loss"}), ("stage2", {"infonce"}), ("baseline", {"infonce"})],
+)
 def test_dry_run_ends_with_one_json_line(base, pairs, capsys, recipe, terms):
     assert main(["train", recipe, *settings(base, pairs), "--dry-run"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert terms | {"texts", "tokens", "negatives"} <= line.keys()
-    assert line["texts"] == 16 and line["negatives"] == 0 and all(np.isfinite(line[term]) for term in terms)
+    assert (
+        line["texts"] == 16
+        and line["negatives"] == 0
+        and all(np.isfinite(line[term]) for term in terms)
+    )
 
 
 def test_alpha_is_the_weight_of_q2d(base, pairs, capsys):
@@ -76,34 +97,118 @@ def test_alpha_is_the_weight_of_q2d(base, pairs, capsys):
         main(["train", "stage1", *settings(base, pairs, f"alpha={alpha}"), "--dry-run"])
         lines.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     for alpha, line in zip((0.0, 0.3, 1.0), lines, strict=True):
-        assert line["loss"] == pytest.approx(alpha * line["q2d"] + (1 - alpha) * line["d2q"], rel=1e-5)
+        assert line["loss"] == pytest.approx(
+            alpha * line["q2d"] + (1 - alpha) * line["d2q"], rel=1e-5
+        )
     assert lines[0]["q2d"] == pytest.approx(lines[2]["q2d"], rel=1e-6)
 
 
 def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
     """Stage I, Stage II on its result, vectors of a file: the paper's way through the command line."""
-    assert main(["train", "stage1", *settings(base, pairs, "checkpoint_every=2"), "--out", str(tmp_path / "one")]) == 0
-    assert main(["train", "stage2", *settings(tmp_path / "one" / "final", pairs), "--out", str(tmp_path / "two")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "stage1",
+                *settings(base, pairs, "checkpoint_every=2"),
+                "--out",
+                str(tmp_path / "one"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                "train",
+                "stage2",
+                *settings(tmp_path / "one" / "final", pairs),
+                "--out",
+                str(tmp_path / "two"),
+            ]
+        )
+        == 0
+    )
     texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n')
+    texts.write_text(
+        '{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n'
+    )
     out = tmp_path / "vectors.npy"
     model = tmp_path / "two" / "final"
-    assert main(["encode", str(tmp_path / "two"), "--in", str(texts), "--out", str(out), "--dtype", "float32"]) == 0
+    assert (
+        main(
+            [
+                "encode",
+                str(tmp_path / "two"),
+                "--in",
+                str(texts),
+                "--out",
+                str(out),
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
     vectors = np.load(out)
     assert vectors.shape == (3, 32) and vectors.dtype == np.float32 and np.isfinite(vectors).all()
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-    np.testing.assert_allclose(vectors, Embedder.from_pretrained(model, dtype="float32").encode(rows), rtol=1e-4, atol=1e-5)
-    assert main(["train", "stage1", *settings(base, pairs, "checkpoint_every=2"), "--out", str(tmp_path / "one"), "--resume"]) == 0
+    np.testing.assert_allclose(
+        vectors, Embedder.from_pretrained(model, dtype="float32").encode(rows), rtol=1e-4, atol=1e-5
+    )
+    assert (
+        main(
+            [
+                "train",
+                "stage1",
+                *settings(base, pairs, "checkpoint_every=2"),
+                "--out",
+                str(tmp_path / "one"),
+                "--resume",
+            ]
+        )
+        == 0
+    )
 
 
 def test_reading_opens_as_stage_one_did(base, pairs, tmp_path, capsys):
-    """The opening of Stage I goes along with Stage II, and is that of `anchor read` unless another one is asked for."""
-    assert main(["train", "stage1", *settings(base, pairs, "decode_opening=none"), "--out", str(tmp_path / "one")]) == 0
-    assert main(["train", "stage2", *settings(tmp_path / "one" / "final", pairs), "--out", str(tmp_path / "two")]) == 0
-    embedder, seen = Embedder.from_pretrained(tmp_path / "two" / "final", dtype="float32"), set()
+    """The opening of Stage I goes along with Stage II, and is that of `anchor read` unless another
+    one is asked for.
+    """
+    assert (
+        main(
+            [
+                "train",
+                "stage1",
+                *settings(base, pairs, "decode_opening=none"),
+                "--out",
+                str(tmp_path / "one"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                "train",
+                "stage2",
+                *settings(tmp_path / "one" / "final", pairs),
+                "--out",
+                str(tmp_path / "two"),
+            ]
+        )
+        == 0
+    )
+    embedder = Embedder.from_pretrained(tmp_path / "two" / "final", dtype="float32")
+    seen = set()
     for words, opening in {(): "none", ("--decode-opening", "encode"): "encode"}.items():
         capsys.readouterr()
-        assert main(["read", str(tmp_path / "two"), "what holds the ship", "--dtype", "float32", *words]) == 0
+        assert (
+            main(
+                ["read", str(tmp_path / "two"), "what holds the ship", "--dtype", "float32", *words]
+            )
+            == 0
+        )
         expected = str(embedder.read("what holds the ship", decode_opening=opening))
         assert capsys.readouterr().out == f"{expected}\n"
         seen.add(expected)
@@ -113,7 +218,14 @@ def test_reading_opens_as_stage_one_did(base, pairs, tmp_path, capsys):
 def test_recipes_are_listed_and_shown(capsys):
     assert main(["recipes"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
-    assert {"stage1", "stage2", "baseline", "quickstart", "llama-3.1-8b/", "stage1_as_released"} <= listed
+    assert {
+        "stage1",
+        "stage2",
+        "baseline",
+        "quickstart",
+        "llama-3.1-8b/",
+        "stage1_as_released",
+    } <= listed
     assert main(["recipes", "mistral-7b/"]) == 0
     assert "Llama" not in capsys.readouterr().out
     assert main(["recipes", "stage1", "--set", "alpha=0.5"]) == 0
@@ -121,8 +233,12 @@ def test_recipes_are_listed_and_shown(capsys):
 
 
 def test_bad_settings_are_named(base, pairs, capsys, tmp_path):
-    assert "alpha" in failure(capsys, "train", "stage2", *settings(base, pairs, "alpha=0.5"), "--dry-run")
-    assert "did you mean `learning_rate`" in failure(capsys, "train", "stage1", "--set", "learning_rat=1")
+    assert "alpha" in failure(
+        capsys, "train", "stage2", *settings(base, pairs, "alpha=0.5"), "--dry-run"
+    )
+    assert "did you mean `learning_rate`" in failure(
+        capsys, "train", "stage1", "--set", "learning_rat=1"
+    )
     assert "alpha" in failure(capsys, "train", "stage1", "--set", "alpha=1.5")
     assert "did you mean `stage" in failure(capsys, "train", "stage9")
     assert "nowhere.toml" in failure(capsys, "train", "nowhere.toml")
@@ -139,17 +255,26 @@ def test_bad_data_is_named(base, pairs, capsys, tmp_path):
 
     good = '{"query": "q", "positive": "p"}\n'
     assert "bad.jsonl:2" in dry_run(good + '{"query": "q", "pos\n')
-    assert "bad.jsonl:3" in dry_run(good * 2 + '{"query": "q"}\n') and "positive" in dry_run(good * 2 + '{"query": "q"}\n')
+    assert "bad.jsonl:3" in dry_run(good * 2 + '{"query": "q"}\n') and "positive" in dry_run(
+        good * 2 + '{"query": "q"}\n'
+    )
     assert "bad.jsonl:1" in dry_run('{"query": "", "positive": "p"}\n')
     assert "no rows" in dry_run("")
     message = dry_run(good * 3)
     assert "batch_size" in message and "3" in message
-    assert "nowhere" in failure(capsys, "train", "stage1", *settings(base, tmp_path / "nowhere.jsonl"), "--dry-run")
+    assert "nowhere" in failure(
+        capsys, "train", "stage1", *settings(base, tmp_path / "nowhere.jsonl"), "--dry-run"
+    )
 
 
 def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
-    """Bad data, bad dimensions: the corrected command runs in the folder that was made for the wrong one."""
-    arguments = lambda *more: ["train", "stage2", *settings(base, *more), "--out", str(tmp_path / "run")]
+    """Bad data, bad dimensions: the corrected command runs in the folder that was made for the
+    wrong one.
+    """
+
+    def arguments(*more):
+        return ["train", "stage2", *settings(base, *more), "--out", str(tmp_path / "run")]
+
     assert "nowhere" in failure(capsys, *arguments(tmp_path / "nowhere.jsonl"))
     assert "matryoshka" in failure(capsys, *arguments(pairs, "matryoshka=4096"))
     assert main(arguments(pairs)) == 0
@@ -158,35 +283,69 @@ def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
 
 
 def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys, tmp_path):
-    arguments = lambda *more: ["train", "stage1", *settings(base, pairs, *more), "--out", str(tmp_path / "run"), "--resume"]
+    def arguments(*more):
+        return [
+            "train",
+            "stage1",
+            *settings(base, pairs, *more),
+            "--out",
+            str(tmp_path / "run"),
+            "--resume",
+        ]
+
     assert main(arguments("checkpoint_every=1")) == 0
     assert "there is no checkpoint to resume from; the run starts anew" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "step-000003")
     message = failure(capsys, *arguments("checkpoint_every=1", "learning_rate=1.0", "alpha=0.5"))
-    assert "learning_rate was 4e-05 and is now 1.0, alpha was 0.2 and is now 0.5" in message, message
-    assert main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true")) == 0
+    assert "learning_rate was 4e-05 and is now 1.0, alpha was 0.2 and is now 0.5" in message, (
+        message
+    )
+    assert (
+        main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true"))
+        == 0
+    )
     assert "goes on from step 2" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
 def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tmp_path):
-    message = failure(capsys, "train", "stage2", *settings(base, pairs, "lora_targets=q_proj,v_porj"), "--out", tmp_path / "run")
+    message = failure(
+        capsys,
+        "train",
+        "stage2",
+        *settings(base, pairs, "lora_targets=q_proj,v_porj"),
+        "--out",
+        tmp_path / "run",
+    )
     assert "no layer has a map 'v_porj'" in message
 
 
 def test_odd_but_usable_data(base, capsys, tmp_path):
     """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
     path = tmp_path / "odd.jsonl"
-    rows = [{"query": "lone \ud800 half", "positive": "x"}, {"query": "long", "positive": "word " * 10_000}] * 4
+    rows = [
+        {"query": "lone \ud800 half", "positive": "x"},
+        {"query": "long", "positive": "word " * 10_000},
+    ] * 4
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["train", "stage1", *settings(base, path), "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] <= 16 * 40
 
 
 def test_unknown_models_are_named(pairs, capsys, tmp_path):
-    assert "no-such/model" in failure(capsys, "train", "stage1", *settings("no-such/model", pairs), "--dry-run")
+    assert "no-such/model" in failure(
+        capsys, "train", "stage1", *settings("no-such/model", pairs), "--dry-run"
+    )
     (tmp_path / "texts.txt").write_text("one\n")
-    assert "no-such/model" in failure(capsys, "encode", "no-such/model", "--in", tmp_path / "texts.txt", "--out", tmp_path / "v.npy")
+    assert "no-such/model" in failure(
+        capsys,
+        "encode",
+        "no-such/model",
+        "--in",
+        tmp_path / "texts.txt",
+        "--out",
+        tmp_path / "v.npy",
+    )
     assert not (tmp_path / "v.npy").exists()
 
 
@@ -196,8 +355,12 @@ def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
     (tmp_path / "texts.txt").write_text("one\n")
-    assert "it is a folder" in failure(capsys, "encode", base, "--in", tmp_path / "texts.txt", "--out", precious)
-    assert "is a file" in failure(capsys, "quickstart", "--base", base, "--out", tmp_path / "texts.txt")
+    assert "it is a folder" in failure(
+        capsys, "encode", base, "--in", tmp_path / "texts.txt", "--out", precious
+    )
+    assert "is a file" in failure(
+        capsys, "quickstart", "--base", base, "--out", tmp_path / "texts.txt"
+    )
     assert "not empty" in failure(capsys, "quickstart", "--base", base, "--out", precious)
     with pytest.raises(InputError, match="other files"):
         Embedder.from_pretrained(base).save_pretrained(precious)
@@ -209,13 +372,19 @@ def test_debug_shows_the_traceback():
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
-# ---- plan, data, several processes ----------------------------------------------------------------------------------
+# ---- plan, data, several processes
+# ----------------------------------------------------------------------------------
 
 
 def test_plan_tells_what_does_not_fit(capsys):
-    assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--gpu", "H100-80GB", "--json"]) == 0
+    assert (
+        main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--gpu", "H100-80GB", "--json"]) == 0
+    )
     sharded = json.loads(capsys.readouterr().out)
-    assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--set", "sharding=none", "--json"]) == 0
+    assert (
+        main(["plan", "llama-3.1-8b/stage1", "--nproc", "8", "--set", "sharding=none", "--json"])
+        == 0
+    )
     whole = json.loads(capsys.readouterr().out)
     assert sum(sharded["memory"].values()) < 80e9 < sum(whole["memory"].values())
     assert main(["plan", "llama-3.1-8b/stage1", "--nproc", "8"]) == 0
@@ -226,11 +395,26 @@ def test_plan_tells_what_does_not_fit(capsys):
 def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     for template, longest in (("auto", 512), ("plain", 512), ("plain", 16)):
-        assert main(["plan", "stage1", *settings(base, pairs, f"max_length={longest}", f"template={template}"), "--json"]) == 0
+        assert (
+            main(
+                [
+                    "plan",
+                    "stage1",
+                    *settings(base, pairs, f"max_length={longest}", f"template={template}"),
+                    "--json",
+                ]
+            )
+            == 0
+        )
         found = json.loads(capsys.readouterr().out)
         tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), template, longest)
-        expected = [sum(map(len, tokenizer([row[side] for row in rows]))) / len(rows) for side in ("query", "positive")]
-        assert [found["tokens_per_pair"][side] for side in ("query", "document")] == pytest.approx(expected)
+        expected = [
+            sum(map(len, tokenizer([row[side] for row in rows]))) / len(rows)
+            for side in ("query", "positive")
+        ]
+        assert [found["tokens_per_pair"][side] for side in ("query", "document")] == pytest.approx(
+            expected
+        )
         assert found["lengths"] == "of the data"
     assert main(["plan", "stage1", "--set", f"base={base}", "--set", "data=nowhere.jsonl"]) == 0
     assert "mean tokens (assumed): query 22, document 134" in capsys.readouterr().out
@@ -239,7 +423,10 @@ def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
 def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text(pairs.read_text() + '{"query": "q"}\n')
     assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.png")]) == 0
-    assert "40" in capsys.readouterr().out and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert (
+        "40" in capsys.readouterr().out
+        and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    )
     assert main(["data", "check", str(tmp_path / "bad.jsonl")]) == 2
     printed = capsys.readouterr()
     assert "bad.jsonl:41" in printed.out and "1 bad row;" in printed.err
@@ -248,49 +435,103 @@ def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
 
 
 def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs, capsys, tmp_path):
-    refused = lambda *more: failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run", *more)
+    def refused(*more):
+        return failure(
+            capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run", *more
+        )
+
     assert "nproc is 0" in refused("--nproc", "0")
     assert "node_rank 1" in refused("--node-rank", "1")
-    assert "there is one node; give the number of nodes (--nodes)" in refused("--rendezvous", "127.0.0.1:29500")
+    assert "there is one node; give the number of nodes (--nodes)" in refused(
+        "--rendezvous", "127.0.0.1:29500"
+    )
     assert "batch_size 8 must be a multiple of the 3 processes" in refused("--nproc", "3")
-    assert "batch_size 8 must be a multiple of the 6 processes" in refused("--nproc", "2", "--nodes", "3", "--rendezvous", "127.0.0.1:29500")
+    assert "batch_size 8 must be a multiple of the 6 processes" in refused(
+        "--nproc", "2", "--nodes", "3", "--rendezvous", "127.0.0.1:29500"
+    )
     assert "ports up to 65535" in refused("--nodes", "2", "--rendezvous", "127.0.0.1:65536")
     assert not (tmp_path / "run").exists()
 
 
-def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(base, pairs, capsys, tmp_path):
+def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(
+    base, pairs, capsys, tmp_path
+):
     folder = tmp_path / "tasks" / "sts" / "Pairs"
     folder.mkdir(parents=True)
-    rows = [{"sentence1": " ".join(WORDS[i : i + 6]), "sentence2": " ".join(WORDS[i + i % 5 : i + 6]), "score": float(i % 5)} for i in range(21)]
+    rows = [
+        {
+            "sentence1": " ".join(WORDS[i : i + 6]),
+            "sentence2": " ".join(WORDS[i + i % 5 : i + 6]),
+            "score": float(i % 5),
+        }
+        for i in range(21)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["train", "stage1", *settings(base, pairs, "eval_every=2"), "--eval-tasks", "Pairs", "--data-dir", str(tmp_path / "tasks")]
-    one, two = tmp_path / "one", tmp_path / "two"
+    words = [
+        "train",
+        "stage1",
+        *settings(base, pairs, "eval_every=2"),
+        "--eval-tasks",
+        "Pairs",
+        "--data-dir",
+        str(tmp_path / "tasks"),
+    ]
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert main([*words, "--out", str(one)]) == 0
     done = command(*words, "--out", two, "--nproc", "2")
     assert done.returncode == 0, done.stderr[-4000:]
-    read = lambda run: [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["task"], line["metric"]) for line in read(one)] == [(step, "Pairs", "cosine_spearman") for step in (0, 2, 3)]
-    assert [line["score"] for line in read(two)] == pytest.approx([line["score"] for line in read(one)], abs=0.02)  # ranks may swap places
-    assert "--set eval_every=STEPS" in failure(capsys, "train", "stage1", *settings(base, pairs), "--eval-tasks", "Pairs")
-    assert "Pairs" in failure(capsys, *[word.replace("Pairs", "Pears") for word in words], "--out", tmp_path / "three")
+
+    def read(run):
+        return [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
+
+    assert [(line["step"], line["task"], line["metric"]) for line in read(one)] == [
+        (step, "Pairs", "cosine_spearman") for step in (0, 2, 3)
+    ]
+    # ranks may swap places
+    assert [line["score"] for line in read(two)] == pytest.approx(
+        [line["score"] for line in read(one)], abs=0.02
+    )
+    assert "--set eval_every=STEPS" in failure(
+        capsys, "train", "stage1", *settings(base, pairs), "--eval-tasks", "Pairs"
+    )
+    assert "Pairs" in failure(
+        capsys, *[word.replace("Pairs", "Pears") for word in words], "--out", tmp_path / "three"
+    )
 
 
 def environment_of_launchers():
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+    }
 
 
 @pytest.mark.parametrize(("launcher", "processes"), [
     (["-m", "anchor_embedding", "train", "--nproc=2"], 2),
     (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "anchor_embedding", "train"], 2),
     (["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no",
-      "--dynamo_backend=no", "-m", "anchor_embedding", "train"], 1),  # it starts several on accelerators only
+      # it starts several on accelerators only
+      "--dynamo_backend=no", "-m", "anchor_embedding", "train"], 1),
 ], ids=["nproc", "torchrun", "accelerate"])  # fmt: skip
 def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
     arguments = [*launcher, "stage1", *settings(base, pairs), "--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment_of_launchers(), timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment_of_launchers(),
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["processes"] == processes and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (
+        card["processes"] == processes
+        and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    )
     Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")
 
 
@@ -298,26 +539,65 @@ def test_a_launcher_may_not_change_what_is_computed(base, pairs, tmp_path):
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=fp16",
                 "--dynamo_backend=no", "-m", "anchor_embedding", "train"]  # fmt: skip
     arguments = [*launcher, "stage1", *settings(base, pairs), "--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment_of_launchers(), timeout=300)
-    assert done.returncode and "ACCELERATE_MIXED_PRECISION=fp16" in done.stderr and "set dtype in the recipe" in done.stderr
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment_of_launchers(),
+        timeout=300,
+    )
+    assert (
+        done.returncode
+        and "ACCELERATE_MIXED_PRECISION=fp16" in done.stderr
+        and "set dtype in the recipe" in done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["GRADIENT_ACCUMULATION_STEPS", "MIXED_PRECISION", "DYNAMO_BACKEND", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM"])
-def test_environment_that_would_change_what_is_computed_is_refused(capsys, monkeypatch, base, pairs, tmp_path, name):
-    value = {"GRADIENT_ACCUMULATION_STEPS": "4", "MIXED_PRECISION": "fp16", "DYNAMO_BACKEND": "INDUCTOR"}.get(name, "true")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GRADIENT_ACCUMULATION_STEPS",
+        "MIXED_PRECISION",
+        "DYNAMO_BACKEND",
+        "USE_FSDP",
+        "USE_DEEPSPEED",
+        "USE_MEGATRON_LM",
+    ],
+)
+def test_environment_that_would_change_what_is_computed_is_refused(
+    capsys, monkeypatch, base, pairs, tmp_path, name
+):
+    value = {
+        "GRADIENT_ACCUMULATION_STEPS": "4",
+        "MIXED_PRECISION": "fp16",
+        "DYNAMO_BACKEND": "INDUCTOR",
+    }.get(name, "true")
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
     told = failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run")
     assert f"the environment has ACCELERATE_{name}={value}" in told and "unset it" in told
 
 
 def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):
-    for given, steps in (("stage2", 60), ("llama-3.2-1b/stage2", 60), ("llama-3.2-1b/stage2_as_released", 300)):
+    for given, steps in (
+        ("stage2", 60),
+        ("llama-3.2-1b/stage2", 60),
+        ("llama-3.2-1b/stage2_as_released", 300),
+    ):
         assert main(["recipes", given, "--set", "steps=200"]) == 0
         assert f"\nwarmup_steps = {steps}\n" in capsys.readouterr().out
     assert main(["train", "stage1", *settings(base, pairs, "steps=20"), "--dry-run"]) == 0
-    assert "steps = 20 in place of 2000, and the warm-up keeps its share: warmup_steps = 3 in place of 300" in capsys.readouterr().err
-    assert "would never fall" in failure(capsys, "train", "stage1", *settings(base, pairs, "steps=20", "warmup_steps=20"), "--dry-run")
+    assert (
+        "steps = 20 in place of 2000, and the warm-up keeps its share: warmup_steps = 3 in place "
+        "of 300" in capsys.readouterr().err
+    )
+    assert "would never fall" in failure(
+        capsys,
+        "train",
+        "stage1",
+        *settings(base, pairs, "steps=20", "warmup_steps=20"),
+        "--dry-run",
+    )
 
 
 @pytest.mark.parametrize(("chosen", "quiet"), [(None, True), ("3", False)])
@@ -334,7 +614,9 @@ with torch.profiler.profile():
 """
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     environment |= {"KINETO_LOG_LEVEL": chosen} if chosen else {}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == (chosen or "6"), done.stderr
     assert done.stderr.strip() == "" or not quiet, done.stderr
 
@@ -342,6 +624,11 @@ with torch.profiler.profile():
 def test_a_reader_that_closes_early_ends_a_command_quietly():
     code = "import sys; from anchor_embedding.cli import main; sys.exit(main(['recipes']))"
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141

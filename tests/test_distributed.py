@@ -18,12 +18,24 @@ from anchor_embedding.train.recipe import Recipe
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WORDS = PROSE.split()
-# lengths differ widely, and some pairs have hard negatives while others have none, so ranks hold different numbers of texts
+# lengths differ widely, and some pairs have hard negatives while others have none, so ranks hold
+# different numbers of texts
 PAIRS = [
-    [" ".join(WORDS[i : i + 4]), " ".join(WORDS[i + 4 : i + 4 + i * 5 % 23 + 3]), [" ".join(WORDS[-i - 7 : -i - 1])] * (i % 3 == 0)]
+    [
+        " ".join(WORDS[i : i + 4]),
+        " ".join(WORDS[i + 4 : i + 4 + i * 5 % 23 + 3]),
+        [" ".join(WORDS[-i - 7 : -i - 1])] * (i % 3 == 0),
+    ]
     for i in range(40)
 ]
-SHARED = {"data": "-", "steps": 4, "batch_size": 8, "warmup_steps": 1, "max_length": 40, "dtype": "float32"}
+SHARED = {
+    "data": "-",
+    "steps": 4,
+    "batch_size": 8,
+    "warmup_steps": 1,
+    "max_length": 40,
+    "dtype": "float32",
+}
 STAGES = {
     "reconstruction": {"objective": "reconstruction", "learning_rate": 1e-3},
     "contrastive": {"objective": "contrastive", "learning_rate": 1e-3},
@@ -34,18 +46,44 @@ MATRIX = list(itertools.product(STAGES, ("tied", "untied"), TUNING, BUDGETS))
 
 
 def start(folder, processes, tasks):
-    """Run tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed process."""
+    """Run tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed
+    process.
+    """
     task_file = folder / f"tasks{processes}-{len(list(folder.iterdir()))}.json"
-    rows = [{"recipe": r.to_dict(), "out": str(folder / name), "whole_run": whole, "resume": resume} for name, r, whole, resume in tasks]
+    rows = [
+        {"recipe": r.to_dict(), "out": str(folder / name), "whole_run": whole, "resume": resume}
+        for name, r, whole, resume in tasks
+    ]
     task_file.write_text(json.dumps({"pairs": PAIRS, "tasks": rows}))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *launch, str(WORKER), str(task_file)], capture_output=True, text=True, env=environment, timeout=1200)
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, *launch, str(WORKER), str(task_file)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=1200,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
 
 
 def recipe_of(folder, stage, head, tuning, budget, **more):
-    settings = {**SHARED, **STAGES[stage], **TUNING[tuning], "token_budget": BUDGETS[budget], **more}
+    settings = {
+        **SHARED,
+        **STAGES[stage],
+        **TUNING[tuning],
+        "token_budget": BUDGETS[budget],
+        **more,
+    }
     return Recipe(name="run", base=str(folder / head), **settings)
 
 
@@ -61,15 +99,30 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def groups(folder):
-    """{(processes, sharding, case): [(tensors, losses) of every rank]}, every group of processes started once."""
+    """{(processes, sharding, case): [(tensors, losses) of every rank]}, every group of processes
+    started once.
+    """
     found = {}
     for processes, shardings in ((1, ("none",)), (2, ("none", "fsdp")), (4, ("none", "fsdp"))):
         keys = [(processes, sharding, case) for sharding in shardings for case in MATRIX]
         names = {key: "-".join([str(key[0]), key[1], *key[2]]) for key in keys}
-        start(folder, processes, [(names[key], recipe_of(folder, *key[2], sharding=key[1]), False, False) for key in keys])
+        start(
+            folder,
+            processes,
+            [
+                (names[key], recipe_of(folder, *key[2], sharding=key[1]), False, False)
+                for key in keys
+            ],
+        )
         for key in keys:
             out = folder / names[key]
-            found[key] = [(load_file(out / f"rank{r}.safetensors"), json.loads((out / f"rank{r}.json").read_text())) for r in range(processes)]
+            found[key] = [
+                (
+                    load_file(out / f"rank{r}.safetensors"),
+                    json.loads((out / f"rank{r}.json").read_text()),
+                )
+                for r in range(processes)
+            ]
     return found
 
 
@@ -83,25 +136,42 @@ def test_many_processes_equal_one(groups, processes, sharding, case):
     assert first_losses == pytest.approx(losses, rel=1e-4)
     for tensors, found in groups[processes, sharding, case][1:]:
         assert found == first_losses, "the ranks report different losses"
-        assert all(tensors[name].equal(first[name]) for name in first), "the ranks hold different weights"
+        assert all(tensors[name].equal(first[name]) for name in first), (
+            "the ranks hold different weights"
+        )
     for name, expected in alone.items():
         distance = (first[name] - expected).norm() / expected.norm().clamp_min(1e-6)
-        assert distance < (1e-4 if name.startswith("gradient") else 1e-3), f"{name} differs by {distance:.1e}"
+        assert distance < (1e-4 if name.startswith("gradient") else 1e-3), (
+            f"{name} differs by {distance:.1e}"
+        )
 
 
 @pytest.fixture(scope="module")
 def resumed(folder):
-    """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded and by one whole process."""
+    """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded and by
+    one whole process.
+    """
     settings = {"checkpoint_every": 2, "eval_every": 2, "sharding": "fsdp"}
-    recipes = {tuning: recipe_of(folder, "reconstruction", "tied", tuning, "parts", **settings) for tuning in TUNING}
+    recipes = {
+        tuning: recipe_of(folder, "reconstruction", "tied", tuning, "parts", **settings)
+        for tuning in TUNING
+    }
     for name, processes in (("alone", 1), ("two", 2)):
-        start(folder, processes, [(f"{tuning}-{name}", recipe, True, False) for tuning, recipe in recipes.items()])
+        start(
+            folder,
+            processes,
+            [(f"{tuning}-{name}", recipe, True, False) for tuning, recipe in recipes.items()],
+        )
     for name, processes in (("four", 4), ("one", 1)):
         for tuning in TUNING:
             shutil.copytree(folder / f"{tuning}-two", folder / f"{tuning}-{name}")
             for gone in ("final", "step-000004"):
                 shutil.rmtree(folder / f"{tuning}-{name}" / gone)
-        start(folder, processes, [(f"{tuning}-{name}", recipe, True, True) for tuning, recipe in recipes.items()])
+        start(
+            folder,
+            processes,
+            [(f"{tuning}-{name}", recipe, True, True) for tuning, recipe in recipes.items()],
+        )
     return folder
 
 
@@ -113,16 +183,31 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
         assert found.keys() == expected.keys()
         for key in expected:
             assert (found[key] - expected[key]).abs().max() < 1e-4, f"{key} of {name}"
-        evals = [json.loads(line) for line in (resumed / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()]
+        evals = [
+            json.loads(line)
+            for line in (resumed / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in evals] == [0, 2, 4]
 
 
 @pytest.mark.parametrize("kind", ["paper", "released"])
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
-    """One process and two log the same, also where each of the two holds one pair, in JSON that every reader can read."""
+    """One process and two log the same, also where each of the two holds one pair, in JSON that
+    every reader can read.
+    """
     released = {"objective": "released", "micro_batch_size": 1} if kind == "released" else {}
     for pairs in (8, 2):
-        recipe = recipe_of(folder, "reconstruction", "tied", "full", "parts", batch_size=pairs, anchor_gain_every=2, learning_rate=1e-5, **released)
+        recipe = recipe_of(
+            folder,
+            "reconstruction",
+            "tied",
+            "full",
+            "parts",
+            batch_size=pairs,
+            anchor_gain_every=2,
+            learning_rate=1e-5,
+            **released,
+        )
         found = {}
         for processes in (1, 2):
             name = f"gain-{kind}-{pairs}-{processes}"
@@ -132,7 +217,9 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
         for name in ("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"):
             one, two = ([line.get(name) for line in found[processes]] for processes in (1, 2))
             assert one[0] and one[2] and one[1] is one[3] is None
-            assert two == [value and pytest.approx(value, rel=1e-3, abs=1e-4) for value in one], name
+            assert two == [value and pytest.approx(value, rel=1e-3, abs=1e-4) for value in one], (
+                name
+            )
 
 
 def test_processes_share_an_evaluation(folder):
@@ -141,16 +228,27 @@ def test_processes_share_an_evaluation(folder):
     found = {}
     for processes in (1, 2, 4):
         start(folder, processes, [(f"evaluated-{processes}", recipe, True, False)])
-        found[processes] = [json.loads(line) for line in (folder / f"evaluated-{processes}" / "evals.jsonl").read_text().splitlines()]
-    assert {processes: [line["encoded"] for line in lines] for processes, lines in found.items()} == {1: [11, 11], 2: [6, 6], 4: [3, 3]}
+        found[processes] = [
+            json.loads(line)
+            for line in (folder / f"evaluated-{processes}" / "evals.jsonl").read_text().splitlines()
+        ]
+    assert {
+        processes: [line["encoded"] for line in lines] for processes, lines in found.items()
+    } == {1: [11, 11], 2: [6, 6], 4: [3, 3]}
     for lines in found.values():
         for line, expected in zip(lines, found[1], strict=True):
-            assert line["step"] == expected["step"] and line["one"] == pytest.approx(expected["one"], abs=1e-4)
-            assert torch.allclose(torch.tensor(line["first"]), torch.tensor(expected["first"]), atol=1e-4)
+            assert line["step"] == expected["step"] and line["one"] == pytest.approx(
+                expected["one"], abs=1e-4
+            )
+            assert torch.allclose(
+                torch.tensor(line["first"]), torch.tensor(expected["first"]), atol=1e-4
+            )
 
 
 def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
-    """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's losses."""
+    """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's
+    losses.
+    """
     for kind in ("llama", "qwen3"):
         model = tiny_model(kind)
         draw = torch.Generator().manual_seed(0)
@@ -159,14 +257,28 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
                 p.data = torch.rand(p.shape, generator=draw) * 3 + 0.5
         model.save_pretrained(folder / f"{kind}-norms")
         tiny_tokenizer("smollm2").save_pretrained(folder / f"{kind}-norms")
-    # so slow that weights hardly move: training multiplies differences of rounding, which are not the question here
+    # so slow that weights hardly move: training multiplies differences of rounding, which are not
+    # the question here
     settings = {"dtype": "bfloat16", "sharding": "fsdp", "learning_rate": 1e-5}
     for stage, kind, again in (("reconstruction", "llama", True), ("contrastive", "qwen3", False)):
-        recipe = recipe_of(folder, stage, f"{kind}-norms", "full", "parts", **settings, activation_checkpointing=again)
+        recipe = recipe_of(
+            folder,
+            stage,
+            f"{kind}-norms",
+            "full",
+            "parts",
+            **settings,
+            activation_checkpointing=again,
+        )
         for processes in (1, 2):
             start(folder, processes, [(f"{kind}-norms-{processes}", recipe, False, False)])
-        one, two = (json.loads((folder / f"{kind}-norms-{processes}" / "rank0.json").read_text()) for processes in (1, 2))
-        assert two[0] == pytest.approx(one[0], rel=1e-5) and two == pytest.approx(one, rel=2e-3), f"{kind}: {one} and {two}"
+        one, two = (
+            json.loads((folder / f"{kind}-norms-{processes}" / "rank0.json").read_text())
+            for processes in (1, 2)
+        )
+        assert two[0] == pytest.approx(one[0], rel=1e-5) and two == pytest.approx(one, rel=2e-3), (
+            f"{kind}: {one} and {two}"
+        )
 
 
 def test_lower_precision_noise_and_recomputation(folder):
@@ -174,15 +286,31 @@ def test_lower_precision_noise_and_recomputation(folder):
     own on every rank) the ranks still hold equal weights."""
     settings = {"activation_checkpointing": True, "dtype": "bfloat16", "learning_rate": 1e-5}
     quiet = recipe_of(folder, "reconstruction", "tied", "full", "parts").replace(**settings)
-    noisy = recipe_of(folder, "contrastive", "tied", "lora", "parts").replace(**settings, lora_dropout=0.1)
+    noisy = recipe_of(folder, "contrastive", "tied", "lora", "parts").replace(
+        **settings, lora_dropout=0.1
+    )
     start(folder, 1, [("quiet-alone", quiet, False, False)])
     kinds = list(itertools.product({"quiet": quiet, "noisy": noisy}.items(), ("none", "fsdp")))
-    start(folder, 2, [(f"{name}-{sharding}", recipe.replace(sharding=sharding), False, False) for (name, recipe), sharding in kinds])
+    start(
+        folder,
+        2,
+        [
+            (f"{name}-{sharding}", recipe.replace(sharding=sharding), False, False)
+            for (name, recipe), sharding in kinds
+        ],
+    )
     for (name, _), sharding in kinds:
-        first, second = (load_file(folder / f"{name}-{sharding}" / f"rank{r}.safetensors") for r in range(2))
+        first, second = (
+            load_file(folder / f"{name}-{sharding}" / f"rank{r}.safetensors") for r in range(2)
+        )
         assert all(first[key].equal(second[key]) and first[key].isfinite().all() for key in first)
-    losses = [json.loads((folder / f"quiet-{kind}" / "rank0.json").read_text()) for kind in ("alone", "none", "fsdp")]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3) and losses[2] == pytest.approx(losses[0], rel=2e-3)
+    losses = [
+        json.loads((folder / f"quiet-{kind}" / "rank0.json").read_text())
+        for kind in ("alone", "none", "fsdp")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3) and losses[2] == pytest.approx(
+        losses[0], rel=2e-3
+    )
 
 
 CHOICE = """
@@ -205,11 +333,25 @@ end_process(0)
 def test_all_processes_take_the_choice_of_the_one_with_least_memory(folder, tmp_path):
     """What a recipe leaves to the machine is chosen alike, though one process could take more."""
     automatic = {"activation_checkpointing": "auto", "token_budget": "auto"}
-    (tmp_path / "recipe.toml").write_text(recipe_of(folder, "contrastive", "tied", "lora", "whole", **automatic).to_toml())
+    (tmp_path / "recipe.toml").write_text(
+        recipe_of(folder, "contrastive", "tied", "lora", "whole", **automatic).to_toml()
+    )
     (tmp_path / "choice.py").write_text(CHOICE)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "choice.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        tmp_path / "choice.py",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     arguments = [sys.executable, *map(str, [*launch, tmp_path / "recipe.toml", tmp_path / "run"])]
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
-    assert [(tmp_path / "run" / f"chosen{rank}").read_text() for rank in (0, 1)] == ["120 True"] * 2  # the longest row
+    # the longest row
+    assert [(tmp_path / "run" / f"chosen{rank}").read_text() for rank in (0, 1)] == ["120 True"] * 2

@@ -1,4 +1,6 @@
-"""An exported model in other programs: the same ids and the same vectors, whatever the tokenizer, the padding and the attention."""
+"""An exported model in other programs: the same ids and the same vectors, whatever the tokenizer,
+the padding and the attention.
+"""
 
 import gzip
 import itertools
@@ -32,8 +34,16 @@ from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe import load_recipe
 
-MODELS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm2": "llama", "mistral": "mistral", "gemma": "gemma3_text"}
-# the classes that published tokenizers declare, and flags of theirs that make transformers write a post-processor of its own
+MODELS = {
+    "llama3": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "smollm2": "llama",
+    "mistral": "mistral",
+    "gemma": "gemma3_text",
+}
+# the classes that published tokenizers declare, and flags of theirs that make transformers write a
+# post-processor of its own
 DECLARED = {
     "qwen2": {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False},
     "qwen3": {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False},
@@ -41,21 +51,45 @@ DECLARED = {
     "mistral": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False},
     "gemma": {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False},
 }
-NASTY = ["", " ", "\n\n", "\x00", "Ċ", "▁a ▁", "user\n", "don't\r\n\tstop", "☕ 錨 π", "word " * 300, "锚把船留在港口。" * 60]
+NASTY = [
+    "",
+    " ",
+    "\n\n",
+    "\x00",
+    "Ċ",
+    "▁a ▁",
+    "user\n",
+    "don't\r\n\tstop",
+    "☕ 錨 π",
+    "word " * 300,
+    "锚把船留在港口。" * 60,
+]
 NASTY += sorted({f"a{token} {token}b" for traits in KINDS.values() for token in traits["special"]})
 
 
 @pytest.fixture(scope="module")
 def texts():
-    """A hundred real texts: of the evaluation's own data where they are, else of the documentation of a package."""
+    """A hundred real texts: of the evaluation's own data where they are, else of the documentation
+    of a package.
+    """
     if data := os.environ.get("ANCHOR_DATA"):
         found = []
-        for name in ("nq", "xquad_multilingual", "stackexchange_title_body", "hotpotqa", "pubmedqa"):
-            with gzip.open(Path(data) / "train" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+        for name in (
+            "nq",
+            "xquad_multilingual",
+            "stackexchange_title_body",
+            "hotpotqa",
+            "pubmedqa",
+        ):
+            with gzip.open(
+                Path(data) / "train" / f"{name}.jsonl.gz", "rt", encoding="utf-8"
+            ) as file:
                 rows = [json.loads(line) for line in itertools.islice(file, 10)]
             found += [text for row in rows for text in (row["query"], row["positive"])]
     else:
-        pairs = docstring_pairs(packages=["numpy"], heldout=[], cache=False, workers=1).train[::20][:50]
+        pairs = docstring_pairs(packages=["numpy"], heldout=[], cache=False, workers=1).train[::20][
+            :50
+        ]
         found = [text for pair in pairs for text in (pair.query, pair.positive)]
     assert len(found) == 100
     return found
@@ -64,7 +98,9 @@ def texts():
 def make(folder, kind="smollm2", style="chat", pooling="eos", max_length=96, **declared):
     """A saved tiny embedder, loaded again."""
     decoder = CausalDecoder(tiny_model(MODELS[kind]))
-    Embedder(decoder, TextTokenizer(tiny_tokenizer(kind), style, max_length), pooling).save_pretrained(folder)
+    Embedder(
+        decoder, TextTokenizer(tiny_tokenizer(kind), style, max_length), pooling
+    ).save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | declared))
     return Embedder.from_pretrained(folder, dtype="float32", device="cpu")
@@ -94,14 +130,24 @@ def worst(a, b):
 def test_ids_and_vectors(tmp_path, texts, kind, style):
     embedder = make(tmp_path / "model", kind, style, **DECLARED.get(kind, {}))
     theirs = load(embedder.export(tmp_path / "exported"))
-    for prompt, instruction in (("", None), (f"Instruct: {QUERY_INSTRUCTION}\nQuery: ", QUERY_INSTRUCTION)):
-        ids = theirs.tokenizer([prompt + text for text in texts + NASTY], truncation=True)["input_ids"]
+    for prompt, instruction in (
+        ("", None),
+        (f"Instruct: {QUERY_INSTRUCTION}\nQuery: ", QUERY_INSTRUCTION),
+    ):
+        ids = theirs.tokenizer([prompt + text for text in texts + NASTY], truncation=True)[
+            "input_ids"
+        ]
         assert ids == [text.ids for text in embedder.tokenizer(texts + NASTY, instruction)]
-        assert max(map(len, ids)) == 96 and all(row[-1] == embedder.tokenizer.eos_id and row.count(row[-1]) == 1 for row in ids)
+        assert max(map(len, ids)) == 96 and all(
+            row[-1] == embedder.tokenizer.eos_id and row.count(row[-1]) == 1 for row in ids
+        )
     ours = embedder.encode(texts + NASTY)
     for theirs.tokenizer.padding_side in ("right", "left"):
         assert worst(theirs.encode(texts + NASTY), ours) > 0.9999
-    assert worst(theirs.encode_query(texts), embedder.encode(texts, instruction=QUERY_INSTRUCTION)) > 0.9999
+    assert (
+        worst(theirs.encode_query(texts), embedder.encode(texts, instruction=QUERY_INSTRUCTION))
+        > 0.9999
+    )
     assert worst(theirs.encode_document(texts), ours[: len(texts)]) > 0.9999
 
 
@@ -111,7 +157,8 @@ def test_released_template(tmp_path, texts, kind):
     theirs = load(embedder.export(tmp_path / "exported"))
     assert worst(theirs.encode(texts), embedder.encode(texts)) > 0.9999
     again = Embedder.from_pretrained(tmp_path / "exported", device="cpu")
-    assert again.tokenizer.template == embedder.tokenizer.template  # a header stands once, not twice
+    # a header stands once, not twice
+    assert again.tokenizer.template == embedder.tokenizer.template
 
 
 def test_adapter_merged_exported(tmp_path, texts):
@@ -120,15 +167,29 @@ def test_adapter_merged_exported(tmp_path, texts):
     assert worst(ours, make(tmp_path / "untouched", "qwen3").encode(texts)) < 0.99
     embedder.save_pretrained(tmp_path / "checkpoint")
     cases = itertools.product((False, True), ("left", "right"))
-    folders = [embedder.export(tmp_path / f"{adapter}-{side}", adapter=adapter, padding_side=side) for adapter, side in cases]
-    folders += [export_embedder(tmp_path / "checkpoint", tmp_path / f"from-{adapter}", adapter=adapter) for adapter in (False, True)]
+    folders = [
+        embedder.export(tmp_path / f"{adapter}-{side}", adapter=adapter, padding_side=side)
+        for adapter, side in cases
+    ]
+    folders += [
+        export_embedder(tmp_path / "checkpoint", tmp_path / f"from-{adapter}", adapter=adapter)
+        for adapter in (False, True)
+    ]
     for folder in folders:
         attention = "eager" if "left" in folder.name else "sdpa"
         theirs = load(folder, model_kwargs={"attn_implementation": attention})
         assert theirs[0].auto_model.config._attn_implementation == attention
         assert worst(theirs.encode(texts), ours) > 0.9999, folder
-        assert worst(Embedder.from_pretrained(folder, dtype="float32", device="cpu").encode(texts), ours) > 0.9999, folder
-    assert not (folders[-1] / "model.safetensors").exists() and (folders[-1] / "adapter_model.safetensors").exists()
+        assert (
+            worst(
+                Embedder.from_pretrained(folder, dtype="float32", device="cpu").encode(texts), ours
+            )
+            > 0.9999
+        ), folder
+    assert (
+        not (folders[-1] / "model.safetensors").exists()
+        and (folders[-1] / "adapter_model.safetensors").exists()
+    )
     merge_lora(embedder.decoder)
     assert worst(load(embedder.export(tmp_path / "merged")).encode(texts), ours) > 0.9999
     with pytest.raises(InputError, match="has no adapter of its own"):
@@ -141,20 +202,32 @@ def test_poolings(tmp_path, texts, pooling):
     embedder = make(tmp_path / "model", "gemma", pooling=pooling)
     theirs = load(embedder.export(tmp_path / "exported", normalize=True))
     for theirs.tokenizer.padding_side in ("right", "left"):
-        np.testing.assert_allclose(theirs.encode(texts), embedder.encode(texts, normalize=True), atol=1e-4)
+        np.testing.assert_allclose(
+            theirs.encode(texts), embedder.encode(texts, normalize=True), atol=1e-4
+        )
 
 
 def test_exported_again(tmp_path, texts):
-    """An exported model is a model: it can be loaded, exported, saved as one of ours; and its dtype stays."""
+    """An exported model is a model: it can be loaded, exported, saved as one of ours; and its dtype
+    stays.
+    """
     make(tmp_path / "model")
     load_embedder(tmp_path / "model", "bfloat16", "cpu").export(tmp_path / "half")
     folder = export_embedder(tmp_path / "half", tmp_path / "again")
     assert next(load(folder).parameters()).dtype == torch.bfloat16
     again = Embedder.from_pretrained(folder, dtype="float32", device="cpu")
     again.save_pretrained(tmp_path / "ours")
-    plain = Embedder.from_pretrained(tmp_path / "ours", dtype="float32", device="cpu", template="plain")
-    assert plain.tokenizer.template.header == ()  # the tokenizer is that of training, not the exported one
-    assert worst(load(folder, model_kwargs={"dtype": torch.float32}).encode(texts), again.encode(texts)) > 0.9999
+    plain = Embedder.from_pretrained(
+        tmp_path / "ours", dtype="float32", device="cpu", template="plain"
+    )
+    # the tokenizer is that of training, not the exported one
+    assert plain.tokenizer.template.header == ()
+    assert (
+        worst(
+            load(folder, model_kwargs={"dtype": torch.float32}).encode(texts), again.encode(texts)
+        )
+        > 0.9999
+    )
 
 
 def test_mteb(tmp_path, texts):
@@ -165,17 +238,37 @@ def test_mteb(tmp_path, texts):
     from torch.utils.data import DataLoader
 
     embedder = make(tmp_path / "model", "llama3")
-    told = {"query": "find", "STS12": "retrieve alike", "SciFact-query": "given a claim", "Banking77Classification": "classify"}
+    told = {
+        "query": "find",
+        "STS12": "retrieve alike",
+        "SciFact-query": "given a claim",
+        "Banking77Classification": "classify",
+    }
     folder = embedder.export(tmp_path / "exported", instructions=told)
     wrapper = SentenceTransformerEncoderWrapper(str(folder), device="cpu")
-    query, document = PromptType.query, PromptType.document
-    cases = [("STS12", None, "retrieve alike"), ("STS13", None, None), ("SciFact", query, "given a claim"), ("SciFact", document, None)]
-    cases += [("NFCorpus", query, "find"), ("NFCorpus", document, None), ("Banking77Classification", None, "classify")]
+    query = PromptType.query
+    document = PromptType.document
+    cases = [
+        ("STS12", None, "retrieve alike"),
+        ("STS13", None, None),
+        ("SciFact", query, "given a claim"),
+        ("SciFact", document, None),
+    ]
+    cases += [
+        ("NFCorpus", query, "find"),
+        ("NFCorpus", document, None),
+        ("Banking77Classification", None, "classify"),
+    ]
     for task, side, instruction in cases:
         loader = DataLoader(Dataset.from_dict({"text": texts}), batch_size=16)
         metadata = mteb.get_task(task).metadata
-        found = wrapper.encode(loader, task_metadata=metadata, hf_split="test", hf_subset="default", prompt_type=side)
-        assert worst(np.asarray(found), embedder.encode(texts, instruction=instruction)) > 0.9999, (task, side)
+        found = wrapper.encode(
+            loader, task_metadata=metadata, hf_split="test", hf_subset="default", prompt_type=side
+        )
+        assert worst(np.asarray(found), embedder.encode(texts, instruction=instruction)) > 0.9999, (
+            task,
+            side,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +276,26 @@ def run(tmp_path_factory, base):
     """Two stages of training, the second from the first."""
     place = tmp_path_factory.mktemp("runs")
     words = PROSE.split()
-    rows = [{"query": " ".join(words[i : i + 4]), "positive": " ".join(words[i + 4 : i + 12])} for i in range(0, 80, 2)]
+    rows = [
+        {"query": " ".join(words[i : i + 4]), "positive": " ".join(words[i + 4 : i + 12])}
+        for i in range(0, 80, 2)
+    ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
-    shared = [f"data={place / 'pairs.jsonl'}", "batch_size=8", "max_length=48", "steps=2", "dtype=float32", "checkpoint_every=1"]
-    train(load_recipe("stage1", [f"base={base}", *shared]), place / "first", say=lambda _: None, progress=False)
+    shared = [
+        f"data={place / 'pairs.jsonl'}",
+        "batch_size=8",
+        "max_length=48",
+        "steps=2",
+        "dtype=float32",
+        "checkpoint_every=1",
+    ]
+    train(
+        load_recipe("stage1", [f"base={base}", *shared]),
+        place / "first",
+        say=lambda _: None,
+        progress=False,
+    )
     second = [f"base={place / 'first' / 'final'}", "instructions=none", "hard_negatives=0", *shared]
     train(load_recipe("stage2", second), place / "second", say=lambda _: None, progress=False)
     return place / "second"
@@ -197,19 +305,40 @@ def test_card(tmp_path, run, base):
     found = {"main_score": 0.4321, "metric": "cosine_spearman", "split": "test"}
     scores = {"model": "x", "about": {"commit": "abc"}, "tasks": {"STS12": found}}
     (tmp_path / "scores.json").write_text(json.dumps(scores))
-    folder = export_embedder(run, tmp_path / "exported", scores=tmp_path / "scores.json", base="owner/a-base")
+    folder = export_embedder(
+        run, tmp_path / "exported", scores=tmp_path / "scores.json", base="owner/a-base"
+    )
     card = ModelCard.load(folder / "README.md")
     header = card.data.to_dict()
-    assert header["library_name"] == "sentence-transformers" and header["pipeline_tag"] == "sentence-similarity"
-    assert header["base_model"] == "owner/a-base" and header["base_model_relation"] == "finetune" and header["license"] == "mit"
+    assert (
+        header["library_name"] == "sentence-transformers"
+        and header["pipeline_tag"] == "sentence-similarity"
+    )
+    assert (
+        header["base_model"] == "owner/a-base"
+        and header["base_model_relation"] == "finetune"
+        and header["license"] == "mit"
+    )
     assert "sentence-transformers" in header["tags"]
     cards = find_cards(run / "final")
     assert [found["recipe"]["objective"] for found in cards] == ["reconstruction", "contrastive"]
-    told = [*(found["fingerprint"] for found in cards), cards[1]["negatives_pool"], f"| temperature | {cards[1]['recipe']['temperature']} |"]
+    told = [
+        *(found["fingerprint"] for found in cards),
+        cards[1]["negatives_pool"],
+        f"| temperature | {cards[1]['recipe']['temperature']} |",
+    ]
     for text in (*told, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
         assert text in card.text, text
-    assert "departs from the paper" in card.text and "| batch size | 8 |" not in card.text and "| batch_size | 8 |" in card.text
-    assert str(tmp_path.parent) not in card.text and str(base) not in card.text and str(run.parent) not in card.text
+    assert (
+        "departs from the paper" in card.text
+        and "| batch size | 8 |" not in card.text
+        and "| batch_size | 8 |" in card.text
+    )
+    assert (
+        str(tmp_path.parent) not in card.text
+        and str(base) not in card.text
+        and str(run.parent) not in card.text
+    )
     prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
     assert prompts == {"query": "", "document": ""}  # trained without instructions
     for block in card.text.split("```python")[1:]:
@@ -220,7 +349,12 @@ def test_checkpoint_of_a_run(tmp_path, run, texts):
     """A checkpoint is an adapter on its base, and has the card of its run."""
     folder = export_embedder(run / "step-000002", tmp_path / "exported", adapter=True)
     assert "lora" in ModelCard.load(folder / "README.md").data.to_dict()["tags"]
-    assert worst(load(folder).encode(texts), load(export_embedder(run, tmp_path / "final")).encode(texts)) > 0.9999
+    assert (
+        worst(
+            load(folder).encode(texts), load(export_embedder(run, tmp_path / "final")).encode(texts)
+        )
+        > 0.9999
+    )
     assert "contrastive" in (folder / "README.md").read_text()
 
 
@@ -244,7 +378,13 @@ def test_push(tmp_path, monkeypatch):
     folder = make(tmp_path / "model").export(tmp_path / "exported", push="owner/name")
     created, uploaded = calls
     assert created == ("owner/name", {"private": True, "exist_ok": True})
-    assert {"README.md", "modules.json", "model.safetensors", "anchor_embedding.json", "tokenizer.json"} <= set(uploaded)
+    assert {
+        "README.md",
+        "modules.json",
+        "model.safetensors",
+        "anchor_embedding.json",
+        "tokenizer.json",
+    } <= set(uploaded)
     assert 'SentenceTransformer("owner/name")' in (folder / "README.md").read_text()
 
 
@@ -258,7 +398,12 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     assert not calls and not (tmp_path / "exported").exists()
     embedder.export(tmp_path / "exported", adapter=True, push="owner/name", base="owner/base")
     assert len(calls) == 2
-    assert json.loads((tmp_path / "exported" / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/base"
+    assert (
+        json.loads((tmp_path / "exported" / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        == "owner/base"
+    )
 
 
 FROM_HUB = """
@@ -296,7 +441,9 @@ def test_push_without_a_hub(tmp_path):
     """No network, no credentials: one clear error, the export stays."""
     (tmp_path / "README.md").write_text("a model")
     for name in ("owner/name", "no such name/"):
-        with pytest.raises(InputError, match=f"the model hub did not take {name}: .* the export itself is whole"):
+        with pytest.raises(
+            InputError, match=f"the model hub did not take {name}: .* the export itself is whole"
+        ):
             push_to_hub(tmp_path, name)
 
 
@@ -318,10 +465,14 @@ def test_bad_input(tmp_path):
     with pytest.raises(InputError, match="padding_side is 'middle'"):
         embedder.export(tmp_path / "new", padding_side="middle")
     embedder.pooling = "cls"
-    with pytest.raises(InputError, match="no pooling like 'cls'; it can be eos, last, mean, weighted_mean"):
+    with pytest.raises(
+        InputError, match="no pooling like 'cls'; it can be eos, last, mean, weighted_mean"
+    ):
         embedder.export(tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "model"]
-    assert (tmp_path / "full" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert (
+        (tmp_path / "full" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    )
 
 
 def test_what_no_tokenizer_can_say(tmp_path):
@@ -352,10 +503,21 @@ def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
 
     for seed in (1, 2):
         decoder = CausalDecoder(tiny_model(seed=seed))
-        Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64)).save_pretrained(tmp_path / str(seed))
-    scores = {"tasks": {"STS12": {"main_score": 0.5}}, "about": {"revision": model_revision(tmp_path / "1")}}
+        Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64)).save_pretrained(
+            tmp_path / str(seed)
+        )
+    scores = {
+        "tasks": {"STS12": {"main_score": 0.5}},
+        "about": {"revision": model_revision(tmp_path / "1")},
+    }
     (tmp_path / "scores.json").write_text(json.dumps(scores))
     with pytest.raises(InputError, match="the scores are of revision"):
         export_embedder(tmp_path / "2", tmp_path / "out", scores=tmp_path / "scores.json")
     assert not (tmp_path / "out").exists()
-    assert "50.00" in (export_embedder(tmp_path / "1", tmp_path / "out", scores=tmp_path / "scores.json") / "README.md").read_text()
+    assert (
+        "50.00"
+        in (
+            export_embedder(tmp_path / "1", tmp_path / "out", scores=tmp_path / "scores.json")
+            / "README.md"
+        ).read_text()
+    )

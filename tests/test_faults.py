@@ -1,4 +1,6 @@
-"""A full disk at any moment of a run: one clear error, nothing half-written, the last good state intact."""
+"""A full disk at any moment of a run: one clear error, nothing half-written, the last good state
+intact.
+"""
 
 import json
 import os
@@ -33,12 +35,23 @@ sys.exit(main(sys.argv[3:]))
 def train(tmp_path, limited_step, limit, *more):
     """`anchor train` with a limit on file sizes from the checkpoint of a step on."""
     pairs = tmp_path / "pairs.jsonl"
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    rows = [
+        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        for i in range(0, 80, 2)
+    ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not (tmp_path / "base").exists():
         tiny_model("llama").save_pretrained(tmp_path / "base")
         tiny_tokenizer("smollm2").save_pretrained(tmp_path / "base")
-    values = [f"base={tmp_path / 'base'}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=6", "dtype=float32", "checkpoint_every=2"]
+    values = [
+        f"base={tmp_path / 'base'}",
+        f"data={pairs}",
+        "batch_size=8",
+        "max_length=40",
+        "steps=6",
+        "dtype=float32",
+        "checkpoint_every=2",
+    ]
     overrides = [part for value in values for part in ("--set", value)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -47,14 +60,24 @@ def train(tmp_path, limited_step, limit, *more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", [20_000, 120_000])  # inside the weights; behind them, inside the optimizer's state
+# inside the weights; behind them, inside the optimizer's state
+@pytest.mark.parametrize("limit", [20_000, 120_000])
 def test_full_disk_while_saving(tmp_path, limit):
     done = train(tmp_path, 4, limit)
     assert done.returncode == 2, done.stderr
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("anchor: ")]
-    assert "cannot write" in message and "nothing half-written" in message and "Traceback" not in done.stderr
+    assert (
+        "cannot write" in message
+        and "nothing half-written" in message
+        and "Traceback" not in done.stderr
+    )
     run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["card.json", "metrics.jsonl", "recipe.toml", "step-000002"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "card.json",
+        "metrics.jsonl",
+        "recipe.toml",
+        "step-000002",
+    ]
     Embedder.from_pretrained(run / "step-000002")
     resumed = train(tmp_path, -1, 0, "--resume")
     assert resumed.returncode == 0, resumed.stderr

@@ -1,4 +1,6 @@
-"""No text that a run is judged by is trained on: looked at in what `train` is given and what is encoded, whatever the data."""
+"""No text that a run is judged by is trained on: looked at in what `train` is given and what is
+encoded, whatever the data.
+"""
 
 import json
 from functools import partial
@@ -26,11 +28,25 @@ def write_pairs(path):
     a query elsewhere, and positives of others as negatives."""
     documents = [f"{words(3 * i, 9)} {i}" for i in range(30)]
     rows = [
-        {"query": f"{words(5 * i, 4)}?", "positive": text, "negatives": [documents[i - 1], documents[i - 2].upper()]}
+        {
+            "query": f"{words(5 * i, 4)}?",
+            "positive": text,
+            "negatives": [documents[i - 1], documents[i - 2].upper()],
+        }
         for i, text in enumerate(documents)
     ]
-    rows += [{"query": f"again {words(7 * i, 3)}", "positive": f"  {documents[i].title()}", "negatives": [documents[i + 9]]} for i in range(5)]
-    rows += [{"query": documents[i].replace(" ", "  "), "positive": f"an answer to {i}", "negatives": []} for i in range(5, 10)]
+    rows += [
+        {
+            "query": f"again {words(7 * i, 3)}",
+            "positive": f"  {documents[i].title()}",
+            "negatives": [documents[i + 9]],
+        }
+        for i in range(5)
+    ]
+    rows += [
+        {"query": documents[i].replace(" ", "  "), "positive": f"an answer to {i}", "negatives": []}
+        for i in range(5, 10)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -48,7 +64,10 @@ def run(way, data, base, out):
 @pytest.fixture
 def seen():
     """The pairs that were trained on, and the texts that were encoded, which is done only to judge."""
-    given, judged, train, encode = [], set(), pipeline.train, Embedder.encode
+    given = []
+    judged = set()
+    train = pipeline.train
+    encode = Embedder.encode
 
     def watched_train(recipe, out, examples, *arguments, **settings):
         given.extend(examples)
@@ -77,9 +96,14 @@ def test_no_judged_text_is_trained_on(seen, base, tmp_path, way, data):
     if data == "pairs":
         write_pairs(tmp_path / "pairs.jsonl")
     run(way, tmp_path / "pairs.jsonl" if data == "pairs" else data, base, tmp_path / "out")
-    given, judged = seen[0], alike(seen[1])
+    given = seen[0]
+    judged = alike(seen[1])
     assert len(judged) >= 25 and len(given) >= 8, "both must have been seen"
-    for side in (lambda pair: [pair.query], lambda pair: [pair.positive], lambda pair: pair.negatives):
+    for side in (
+        lambda pair: [pair.query],
+        lambda pair: [pair.positive],
+        lambda pair: pair.negatives,
+    ):
         assert not judged & alike(text for pair in given for text in side(pair))
 
 
@@ -90,12 +114,19 @@ def texts_of(pairs):
 def test_parts_of_docstrings_are_different_packages():
     split = pipeline.split_pairs("docstrings", 60, 42)
     again = pipeline.split_pairs("docstrings", 60, 42)
-    assert (split.heldout, split.development) == (again.heldout, again.development) and len(split.heldout) == len(split.development) == 60
-    assert not set(split.clusters) & set(split.development_clusters) and len(set(split.clusters)) > 4
+    assert (split.heldout, split.development) == (again.heldout, again.development) and len(
+        split.heldout
+    ) == len(split.development) == 60
+    assert (
+        not set(split.clusters) & set(split.development_clusters) and len(set(split.clusters)) > 4
+    )
     assert {heldout_part(name) for name in split.clusters} == {"test"}
     assert {heldout_part(name) for name in split.development_clusters} == {"development"}
-    other = pipeline.split_pairs("docstrings", 60, 43)  # another seed draws other pairs of the same packages
-    assert other.heldout != split.heldout and not set(other.clusters) & set(split.development_clusters)
+    # another seed draws other pairs of the same packages
+    other = pipeline.split_pairs("docstrings", 60, 43)
+    assert other.heldout != split.heldout and not set(other.clusters) & set(
+        split.development_clusters
+    )
     assert not texts_of(split.heldout) & texts_of(split.development)
     assert not texts_of(split.train) & (texts_of(split.heldout) | texts_of(split.development))
 
@@ -104,10 +135,16 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0)
     assert split.heldout == pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0).heldout
-    assert 2 <= len(split.development) <= 8 and not texts_of(split.heldout) & texts_of(split.development)
+    assert 2 <= len(split.development) <= 8 and not texts_of(split.heldout) & texts_of(
+        split.development
+    )
     assert not texts_of(split.train) & (texts_of(split.heldout) | texts_of(split.development))
     chosen = split.part("development")
-    assert chosen.heldout == split.development and chosen.source["judged_by"] == "development" and split.part("test") is split
+    assert (
+        chosen.heldout == split.development
+        and chosen.source["judged_by"] == "development"
+        and split.part("test") is split
+    )
     with pytest.raises(InputError, match="must be test or development"):
         split.part("training")
     with pytest.raises(InputError, match="too few pairs are left for a development part"):
@@ -117,9 +154,28 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
 def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 42)
-    settings = [f"base={base}", f"data={tmp_path / 'pairs.jsonl'}", "batch_size=8", "max_length=24", "dtype=float32"]
-    for part, pairs, hidden in (("test", split.heldout, split.development), ("development", split.development, split.heldout)):
+    settings = [
+        f"base={base}",
+        f"data={tmp_path / 'pairs.jsonl'}",
+        "batch_size=8",
+        "max_length=24",
+        "dtype=float32",
+    ]
+    for part, pairs, hidden in (
+        ("test", split.heldout, split.development),
+        ("development", split.development, split.heldout),
+    ):
         seen[1].clear()
-        report = tournament(["baseline"], tmp_path / part, amount=2, every=1, overrides=settings, heldout=8, part=part, progress=False, say=str)
+        report = tournament(
+            ["baseline"],
+            tmp_path / part,
+            amount=2,
+            every=1,
+            overrides=settings,
+            heldout=8,
+            part=part,
+            progress=False,
+            say=str,
+        )
         assert alike(seen[1]) == texts_of(pairs) and not alike(seen[1]) & texts_of(hidden)
         assert report["card"]["judged_by"] == part

@@ -21,7 +21,9 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def fresh_copy(notebook: Path, folder: Path) -> Path:
-    """The notebook in a copy of `nbs/`, which it may write to, beside links to the rest of the project."""
+    """The notebook in a copy of `nbs/`, which it may write to, beside links to the rest of the
+    project.
+    """
     for entry in ROOT.iterdir():
         if entry.name != "nbs":
             (folder / entry.name).symlink_to(entry)
@@ -30,7 +32,9 @@ def fresh_copy(notebook: Path, folder: Path) -> Path:
 
 
 class Client(nbclient.NotebookClient):
-    """Counts how often each display that can be updated was drawn, and remembers the cells that hold one."""
+    """Counts how often each display that can be updated was drawn, and remembers the cells that
+    hold one.
+    """
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -44,11 +48,16 @@ class Client(nbclient.NotebookClient):
 
 
 def run_all(path: Path, timeout: float = 1800) -> Client:
-    """Execute a notebook in place in a kernel of its own; a cell that raises ends it with its traceback."""
+    """Execute a notebook in place in a kernel of its own; a cell that raises ends it with its
+    traceback.
+    """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     client = Client(notebook, timeout=timeout, kernel_name="python3", resources=resources)
-    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
+    client.execute(
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    )
     nbformat.write(notebook, path)
     return client
 
@@ -59,15 +68,20 @@ def keep_what_lasts(path: Path, into: Path) -> Path:
     notebook = nbformat.read(path, as_version=4)
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
-        for data in (output.data for output in cell.outputs if "text/html" in output.get("data", {})):
+        for data in (
+            output.data for output in cell.outputs if "text/html" in output.get("data", {})
+        ):
             data.pop("text/plain", None)
     nbformat.write(notebook, into)
     return into
 
 
 def comparable(path: Path) -> set[str]:
-    """Ids of the cells in front of the first one that the tests of notebooks leave out: later ones show what it made."""
-    ran, kept = executed_ids(path, cell_flags()), set()
+    """Ids of the cells in front of the first one that the tests of notebooks leave out: later ones
+    show what it made.
+    """
+    ran = executed_ids(path, cell_flags())
+    kept = set()
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code" and split_source(cell)[0] & {"eval", *cell_flags()}:
             break
@@ -79,11 +93,22 @@ def check(notebook: Path) -> Client:
     with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
         copy = fresh_copy(notebook, Path(folder))
         client = run_all(copy)
-        cells = [cell for cell in client.nb.cells if cell.cell_type == "code" and cell.source.strip()]
+        cells = [
+            cell for cell in client.nb.cells if cell.cell_type == "code" and cell.source.strip()
+        ]
         assert all(cell.execution_count for cell in cells)
-        assert not [output["ename"] for cell in cells for output in cell.outputs if output["output_type"] == "error"]
-        lasting = (keep_what_lasts(path, Path(folder) / name) for path, name in ((notebook, "old"), (copy, "new")))
-        faults = compare(*lasting, comparable(notebook) - client.live)  # what is live is not the same elsewhere
+        assert not [
+            output["ename"]
+            for cell in cells
+            for output in cell.outputs
+            if output["output_type"] == "error"
+        ]
+        lasting = (
+            keep_what_lasts(path, Path(folder) / name)
+            for path, name in ((notebook, "old"), (copy, "new"))
+        )
+        # what is live is not the same elsewhere
+        faults = compare(*lasting, comparable(notebook) - client.live)
         assert not faults, "\n\n".join(faults)
         return client
 
@@ -94,12 +119,15 @@ def test_run_all(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [str(path.relative_to(NBS)) for path in find_notebooks(NBS) if path.name not in QUICK])
+@pytest.mark.parametrize(
+    "name", [str(path.relative_to(NBS)) for path in find_notebooks(NBS) if path.name not in QUICK]
+)
 def test_run_all_of_every_other_notebook(name):
     check(NBS / name)
 
 
-# ---- displays that move ---------------------------------------------------------------------------------------------
+# ---- displays that move
+# ---------------------------------------------------------------------------------------------
 
 LIVE = """
 import tempfile
@@ -136,10 +164,15 @@ HIDDEN = 'import sys\nsys.modules["ipywidgets"] = None'  # as if it were not ins
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A notebook that trains with a live curve in a kernel without ipywidgets, and then searches with them."""
+    """A notebook that trains with a live curve in a kernel without ipywidgets, and then searches
+    with them.
+    """
     path = tmp_path_factory.mktemp("live") / "live.ipynb"
     sources = [HIDDEN, "import json" + LIVE, TRAIN, LAST, 'del sys.modules["ipywidgets"]', SEARCH]
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]), path)
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]),
+        path,
+    )
     client = run_all(path)
     return client, [cell.outputs for cell in client.nb.cells]
 
@@ -148,7 +181,11 @@ def test_loss_curve_is_drawn_again_in_its_place(live):
     client, outputs = live
     rows = json.loads(outputs[3][0]["text"])
     assert len(rows) == 6 and rows[-1]["loss"] != rows[0]["loss"]
-    pictures = [output["data"] for output in outputs[2] if "<svg" in output.get("data", {}).get("text/html", "")]
+    pictures = [
+        output["data"]
+        for output in outputs[2]
+        if "<svg" in output.get("data", {}).get("text/html", "")
+    ]
     assert len(pictures) == 1 and list(client.drawn.values()) == [6]
     first, last = (f"{row['loss']:.4g} at step {row['step']}" for row in (rows[0], rows[-1]))
     assert pictures[0]["text/plain"] == f"loss: {first}, {last}"

@@ -1,4 +1,6 @@
-"""Runs that die at any moment go on to the same bits; runs that must end say so in one line and keep what was good."""
+"""Runs that die at any moment go on to the same bits; runs that must end say so in one line and
+keep what was good.
+"""
 
 import itertools
 import json
@@ -20,12 +22,23 @@ from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()
 STEPS = 8
-SHARED = {"steps": STEPS, "batch_size": 8, "warmup_steps": 2, "max_length": 40, "dtype": "float32", "checkpoint_every": 2, "keep_checkpoints": 2}
+SHARED = {
+    "steps": STEPS,
+    "batch_size": 8,
+    "warmup_steps": 2,
+    "max_length": 40,
+    "dtype": "float32",
+    "checkpoint_every": 2,
+    "keep_checkpoints": 2,
+}
 STAGES = {
     "reconstruction": {"objective": "reconstruction", "learning_rate": 3e-3},
     "contrastive": {"objective": "contrastive", "learning_rate": 1e-2, "token_budget": 100},
 }
-TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.5}}
+TUNING = {
+    "full": {},
+    "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.5},
+}
 # the optimizer is called once a step, whatever else training does
 AT_STEP = """
 import itertools, os, torch
@@ -44,9 +57,16 @@ torch.optim.AdamW.step = step
 @pytest.fixture(scope="module")
 def driver():
     """A process that has imported everything; called with a task, it gives exit code and seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, str(Path(__file__).with_name("kill_driver.py"))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
     def call(task):
         process.stdin.write(json.dumps(task) + "\n")
@@ -77,7 +97,14 @@ class Run:
     def __call__(self, **task):
         """Exit code of one start."""
         arguments = ["train", str(self.home / "recipe.toml"), "--out", str(self.folder), "--resume"]
-        done = self.driver({"arguments": arguments, "folder": str(self.folder), "log": str(self.home / "log"), **task})
+        done = self.driver(
+            {
+                "arguments": arguments,
+                "folder": str(self.folder),
+                "log": str(self.home / "log"),
+                **task,
+            }
+        )
         self.seconds = done["seconds"]
         return done["code"]
 
@@ -91,7 +118,9 @@ class Run:
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
 
     def rows(self):
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def hidden(self):
         return sorted(path.name for path in self.folder.rglob(".*"))
@@ -102,10 +131,15 @@ def prepare(tmp_path, base, driver):
     """A run that has not begun, beside `whole`, one that nothing has disturbed."""
 
     def make(stage, tuning="full", **settings):
-        pairs = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+        pairs = [
+            {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+            for i in range(0, 80, 2)
+        ]
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         settings = SHARED | STAGES[stage] | TUNING[tuning] | settings
-        Recipe(name="run", base=str(base), data=str(tmp_path / "pairs.jsonl"), **settings).save(tmp_path / "recipe.toml")
+        Recipe(name="run", base=str(base), data=str(tmp_path / "pairs.jsonl"), **settings).save(
+            tmp_path / "recipe.toml"
+        )
         whole = Run(driver, tmp_path, "whole")
         assert whole() == 0, whole.log
         whole.operations = int((tmp_path / "log.count").read_text())
@@ -115,33 +149,56 @@ def prepare(tmp_path, base, driver):
 
 
 def check_same(run, whole):
-    """The same files, bit by bit the same weights, every step once with the same figures, nothing left aside."""
-    weights, expected = (load_file(each.folder / "final" / "model.safetensors") for each in (run, whole))
+    """The same files, bit by bit the same weights, every step once with the same figures, nothing
+    left aside.
+    """
+    weights, expected = (
+        load_file(each.folder / "final" / "model.safetensors") for each in (run, whole)
+    )
     assert weights.keys() == expected.keys()
     assert [name for name in expected if not weights[name].equal(expected[name])] == []
-    rows, wanted = ([{k: v for k, v in row.items() if k != "seconds"} for row in each.rows()] for each in (run, whole))
+    rows, wanted = (
+        [{k: v for k, v in row.items() if k != "seconds"} for row in each.rows()]
+        for each in (run, whole)
+    )
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and rows == wanted
-    files, wanted = (sorted(str(path.relative_to(each.folder)) for path in each.folder.rglob("*")) for each in (run, whole))
+    files, wanted = (
+        sorted(str(path.relative_to(each.folder)) for path in each.folder.rglob("*"))
+        for each in (run, whole)
+    )
     assert files == wanted and run.hidden() == []
 
 
-# ---- kill -9 --------------------------------------------------------------------------------------------------------
+# ---- kill -9
+# --------------------------------------------------------------------------------------------------------
 
 
 def ways_to_die(seed, whole):
-    """An endless series: after a random time, at a random file operation, in the middle of writing a checkpoint's file."""
+    """An endless series: after a random time, at a random file operation, in the middle of writing
+    a checkpoint's file.
+    """
     chance = random.Random(seed)
     largest = max(path.stat().st_size for path in whole.folder.glob("step-*/*.safetensors"))
     for kind in itertools.cycle(("time", "operation", "write")):
-        yield kind, {
-            "time": {"delay": chance.uniform(0.02, whole.seconds)},
-            "operation": {"action": "kill", "count": chance.randint(1, whole.operations)},
-            "write": {"action": "write", "only": "step-", "count": chance.randint(1, 12), "bytes": chance.randint(1, largest)},
-        }[kind]
+        yield (
+            kind,
+            {
+                "time": {"delay": chance.uniform(0.02, whole.seconds)},
+                "operation": {"action": "kill", "count": chance.randint(1, whole.operations)},
+                "write": {
+                    "action": "write",
+                    "only": "step-",
+                    "count": chance.randint(1, 12),
+                    "bytes": chance.randint(1, largest),
+                },
+            }[kind],
+        )
 
 
 def kill_often(run, whole, kills, seed):
-    """Start again and again until so many starts were killed; then let it end. Returns how often it was killed in which way."""
+    """Start again and again until so many starts were killed; then let it end. Returns how often it
+    was killed in which way.
+    """
     killed = Counter()
     for kind, task in ways_to_die(seed, whole):
         code = run(**task)
@@ -200,12 +257,15 @@ def test_killed_while_the_result_is_replaced(prepare):
 def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
     run, whole = prepare(stage, tuning)
     assert run(action="kill", only=".step-000004", count=3) == -signal.SIGKILL
-    assert run.checkpoints() == [2] and any(name.startswith(".step-000004.") for name in run.hidden())
+    assert run.checkpoints() == [2] and any(
+        name.startswith(".step-000004.") for name in run.hidden()
+    )
     assert run() == 0, run.log
     check_same(run, whole)
 
 
-# ---- asked to stop --------------------------------------------------------------------------------------------------
+# ---- asked to stop
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "moment"), [
@@ -218,7 +278,11 @@ def test_signals_save_and_end(prepare, number, moment):
     assert run(**(during_step if moment == "step" else during_save)) == 128 + number, run.log
     done = {"step": 3, "save": 4}[moment]
     message = run.message()
-    assert number.name in message and f"after step {done} of {STEPS}" in message and "--resume" in message, message
+    assert (
+        number.name in message
+        and f"after step {done} of {STEPS}" in message
+        and "--resume" in message
+    ), message
     assert run.checkpoints()[-1] == done and len(run.rows()) == done
     assert not (run.folder / "final").exists() and run.hidden() == []
     assert run() == 0, run.log
@@ -228,15 +292,40 @@ def test_signals_save_and_end(prepare, number, moment):
 
 
 def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
-    pairs = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    pairs = [
+        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        for i in range(0, 80, 2)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = ["batch_size=8", "steps=4", "max_length=40", "dtype=float32", "evaluation.every=0", "evaluation.pairs=4"]
-    arguments = ["quickstart", "--base", str(base), "--data", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "run")]
+    settings = [
+        "batch_size=8",
+        "steps=4",
+        "max_length=40",
+        "dtype=float32",
+        "evaluation.every=0",
+        "evaluation.pairs=4",
+    ]
+    arguments = [
+        "quickstart",
+        "--base",
+        str(base),
+        "--data",
+        str(tmp_path / "pairs.jsonl"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     arguments += [part for setting in settings for part in ("--set", setting)]
     task = {"arguments": arguments, "folder": str(tmp_path / "run"), "log": str(tmp_path / "log")}
-    assert driver({**task, "before": AT_STEP.format(step=3, code="os.kill(os.getpid(), 15)")})["code"] == 143
+    assert (
+        driver({**task, "before": AT_STEP.format(step=3, code="os.kill(os.getpid(), 15)")})["code"]
+        == 143
+    )
     said = (tmp_path / "log").read_text()
-    assert "after step 3 of 4" in said and "the same command goes on from there" in said and "--resume" not in said, said
+    assert (
+        "after step 3 of 4" in said
+        and "the same command goes on from there" in said
+        and "--resume" not in said
+    ), said
     assert driver(task)["code"] == 0 and "goes on from step 3" in (tmp_path / "log").read_text()
 
 
@@ -249,7 +338,8 @@ def test_second_interrupt_ends_at_once(prepare):
     check_same(run, whole)
 
 
-# ---- faults ---------------------------------------------------------------------------------------------------------
+# ---- faults
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_loss_that_is_not_a_number(prepare):
@@ -257,7 +347,11 @@ def test_loss_that_is_not_a_number(prepare):
     spoil = "self.param_groups[0]['params'][0].data.fill_(float('nan'))"
     assert run(before=AT_STEP.format(step=5, code=spoil)) == 2
     message = run.message()
-    assert "is nan at step 6" in message and "the last checkpoint is step 4" in message and str(run.folder) in message
+    assert (
+        "is nan at step 6" in message
+        and "the last checkpoint is step 4" in message
+        and str(run.folder) in message
+    )
     assert run.checkpoints() == [2, 4]
     assert run() == 0, run.log
     check_same(run, whole)
@@ -267,7 +361,9 @@ def test_data_vanishes(prepare):
     run, whole = prepare("contrastive")
     pairs = run.home / "pairs.jsonl"
     text = pairs.read_text()
-    code = run(before=AT_STEP.format(step=3, code=f"os.remove({str(pairs)!r}); os.kill(os.getpid(), 15)"))
+    code = run(
+        before=AT_STEP.format(step=3, code=f"os.remove({str(pairs)!r}); os.kill(os.getpid(), 15)")
+    )
     assert code == 143 and run.checkpoints()[-1] == 3, run.log
     assert run() == 2
     assert str(pairs) in run.message() and run.checkpoints()[-1] == 3
@@ -279,5 +375,8 @@ def test_data_vanishes(prepare):
 def test_data_vanishes_while_training(prepare):
     """What was read stays readable: the run goes on to its end."""
     run, whole = prepare("reconstruction")
-    assert run(before=AT_STEP.format(step=3, code=f"os.remove({str(run.home / 'pairs.jsonl')!r})")) == 0, run.log
+    assert (
+        run(before=AT_STEP.format(step=3, code=f"os.remove({str(run.home / 'pairs.jsonl')!r})"))
+        == 0
+    ), run.log
     check_same(run, whole)

@@ -23,7 +23,8 @@ from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()
-# python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every step
+# python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every
+# step
 FAULT = """
 import os
 if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", ""):
@@ -45,11 +46,17 @@ START = "import json, sys; from anchor_embedding.train.launch import launch; fro
 def recipe(tmp_path, base, monkeypatch):
     """A small run, and processes that can be made to fail."""
     pairs = tmp_path / "pairs.jsonl"
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    rows = [
+        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        for i in range(0, 80, 2)
+    ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(FAULT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
     return Recipe(
         name="small", objective="reconstruction", base=str(base), data=str(pairs), steps=6, batch_size=8, warmup_steps=2,
         learning_rate=3e-3, max_length=40, dtype="float32", checkpoint_every=2,
@@ -58,7 +65,10 @@ def recipe(tmp_path, base, monkeypatch):
 
 def fault(monkeypatch, code, rank="1", step=3):
     """Let the processes of these ranks (digits) run `code` in one step."""
-    monkeypatch.setenv("FAULT", f"import os, signal, subprocess, time\nif step == {step}:\n    {code}\ntime.sleep(0.03)")
+    monkeypatch.setenv(
+        "FAULT",
+        f"import os, signal, subprocess, time\nif step == {step}:\n    {code}\ntime.sleep(0.03)",
+    )
     monkeypatch.setenv("FAULT_RANK", rank)
 
 
@@ -67,7 +77,9 @@ def quiet(text):
 
 
 def hear_interrupts():
-    """A process that was started in the background of a shell ignores SIGINT, and so would all its children."""
+    """A process that was started in the background of a shell ignores SIGINT, and so would all its
+    children.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -76,12 +88,22 @@ def started(recipe, folder, **settings):
     recipe.save(folder / "wanted.toml")
     options = json.dumps({"nproc": 2, "out": str(folder / "run"), **settings})
     command = [sys.executable, "-c", START, str(folder / "wanted.toml"), options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_interrupts)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
 
 
 def steps(folder):
     path = folder / "run" / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def wait_until(condition, seconds=60):
@@ -93,18 +115,26 @@ def wait_until(condition, seconds=60):
 
 def alive(processes):
     """Those that still run, among processes as psutil knows them (by pid and time of birth)."""
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "error", "words"), [
-    ("from anchor_embedding.common.errors import InputError; raise InputError('pairs.jsonl:3: nothing there')", InputError,
+    ("from anchor_embedding.common.errors import InputError; raise InputError('pairs.jsonl:3: "
+     "nothing there')", InputError,
      ["pairs.jsonl:3: nothing there"]),
     ("raise ZeroDivisionError('in the third step')", WorkerError,
-     ["rank 1 ended with exit code 1", "rank-1.log", "Traceback", "ZeroDivisionError: in the third step"]),
-    ("os.kill(os.getpid(), 9)", WorkerError, ["rank 1 was killed by SIGKILL (the system does so when memory runs out)"]),
+     ["rank 1 ended with exit code 1", "rank-1.log", "Traceback", "ZeroDivisionError: in the third "
+                                                                  "step"]),
+    ("os.kill(os.getpid(), 9)", WorkerError, ["rank 1 was killed by SIGKILL (the system does so "
+                                              "when memory runs out)"]),
 ])  # fmt: skip
 def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
     fault(monkeypatch, code)
@@ -115,7 +145,10 @@ def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
     assert all(word in message for word in words), message
     assert not any(word in message for word in ("elastic", "ChildFailedError", "gloo", "anchor: "))
     assert alive(set(psutil.Process().children(recursive=True)) - before) == []
-    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
@@ -137,7 +170,9 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
-    """A second run in the same folder is told which process has it; when that one is killed, the next goes on."""
+    """A second run in the same folder is told which process has it; when that one is killed, the
+    next goes on.
+    """
     fault(monkeypatch, "time.sleep(600)", rank="none", step=4)
     running = started(recipe, tmp_path, nproc=1)
     wait_until(lambda: len(steps(tmp_path)) == 3)
@@ -152,7 +187,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and not list((tmp_path / "run").glob(".*"))
 
 
-# ---- ends -----------------------------------------------------------------------------------------------------------
+# ---- ends
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "code", "says"), [
@@ -171,18 +207,29 @@ def test_stopped_watcher_leaves_no_process(tmp_path, recipe, monkeypatch, number
     said, _ = watcher.communicate(timeout=40)
     assert watcher.returncode == code and says in said, said
     wait_until(lambda: not alive(processes))
-    assert 2 <= launching.newest_checkpoint(tmp_path / "run") < 100 and not (tmp_path / "run" / "final").exists()
+    assert (
+        2 <= launching.newest_checkpoint(tmp_path / "run") < 100
+        and not (tmp_path / "run" / "final").exists()
+    )
     if number == signal.SIGINT:
         check_that_it_goes_on(tmp_path, recipe, monkeypatch)
 
 
 def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
-    """Resumed through `launch`, the run ends with the weights and the losses of one that nothing has stopped."""
+    """Resumed through `launch`, the run ends with the weights and the losses of one that nothing
+    has stopped.
+    """
     monkeypatch.setenv("FAULT_RANK", "")
-    finals = [launch(recipe, 2, tmp_path / name, resume=name == "run", say=quiet) for name in ("run", "whole")]
+    finals = [
+        launch(recipe, 2, tmp_path / name, resume=name == "run", say=quiet)
+        for name in ("run", "whole")
+    ]
     resumed, whole = (load_file(final / "model.safetensors") for final in finals)
     assert [name for name in whole if not whole[name].equal(resumed[name])] == []
-    rows = [[json.loads(line) for line in (final.parent / "metrics.jsonl").read_text().splitlines()] for final in finals]
+    rows = [
+        [json.loads(line) for line in (final.parent / "metrics.jsonl").read_text().splitlines()]
+        for final in finals
+    ]
     resumed, whole = ([(row["step"], row["loss"]) for row in run] for run in rows)
     assert resumed == whole and len(whole) == recipe.steps
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
@@ -190,14 +237,19 @@ def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
 
 
 def test_interrupted_cell(tmp_path, recipe, monkeypatch):
-    """In a Jupyter kernel: a bar and a picture follow the run; interrupting the cell ends it and leaves no process."""
+    """In a Jupyter kernel: a bar and a picture follow the run; interrupting the cell ends it and
+    leaves no process.
+    """
     client = pytest.importorskip("jupyter_client.manager")
     fault(monkeypatch, "time.sleep(4)", rank="01", step=40)  # two pictures
     recipe.replace(steps=5000).save(tmp_path / "wanted.toml")
-    wanted, out = str(tmp_path / "wanted.toml"), str(tmp_path / "run")
+    wanted = str(tmp_path / "wanted.toml")
+    out = str(tmp_path / "run")
     manager, kernel = client.start_new_kernel(kernel_name="python3", env=dict(os.environ))
     try:
-        kernel.execute(f"from anchor_embedding.train.launch import launch\nlaunch({wanted!r}, 2, {out!r})")
+        kernel.execute(
+            f"from anchor_embedding.train.launch import launch\nlaunch({wanted!r}, 2, {out!r})"
+        )
         wait_until(lambda: len(steps(tmp_path)) >= 42)
         time.sleep(1)
         processes = psutil.Process(manager.provisioner.process.pid).children(recursive=True)
@@ -207,7 +259,11 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
         while not seen or seen[-1] != ("status", "idle"):
             message = kernel.get_iopub_msg(timeout=10)
             content = message["content"]
-            words = json.dumps(content["data"]) if "data" in content else content.get("text") or content.get("execution_state", "")
+            words = (
+                json.dumps(content["data"])
+                if "data" in content
+                else content.get("text") or content.get("execution_state", "")
+            )
             seen.append((message["msg_type"], words))
     finally:
         kernel.stop_channels()
@@ -217,14 +273,19 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     kinds = [kind for kind, _ in seen]
     pictures = [words for kind, words in seen if kind.endswith("display_data") and "<svg" in words]
     assert len(pictures) >= 2, kinds
-    shown = "".join(words for kind, words in seen if kind in ("comm_msg", "stream"))  # a widget, or text where there are none
+    # a widget, or text where there are none
+    shown = "".join(words for kind, words in seen if kind in ("comm_msg", "stream"))
     assert "tokens/s" in shown and "5000" in shown, kinds
-    assert "stopping: the processes finish their step and save" in shown and "go on from step" in shown, shown
+    assert (
+        "stopping: the processes finish their step and save" in shown and "go on from step" in shown
+    ), shown
 
 
 @pytest.mark.slow
 def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
-    fault(monkeypatch, "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)")
+    fault(
+        monkeypatch, "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)"
+    )
     watcher = started(recipe, tmp_path, grace=2)
     wait_until(lambda: len(steps(tmp_path)) >= 2)
     time.sleep(0.5)
@@ -235,7 +296,9 @@ def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
 
 
 def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
-    """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still do the same things."""
+    """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still
+    do the same things.
+    """
     late = "import anchor_embedding.train.runs as r; real = r.RunFolder.checkpoints; " \
            "r.RunFolder.checkpoints = lambda self: time.sleep(0.3) or real(self)"  # fmt: skip
     fault(monkeypatch, late, step=1)
@@ -258,7 +321,9 @@ def free_port():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_before_the_processes_have_met(tmp_path, recipe, number):
-    """A process that waits inside torch for a node that says nothing ends at once, not after the time it would have to save."""
+    """A process that waits inside torch for a node that says nothing ends at once, not after the
+    time it would have to save.
+    """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
         watcher = started(recipe, tmp_path, nproc=1, nodes=2, node_rank=1, rendezvous=place)
@@ -275,11 +340,19 @@ def test_stopped_before_the_processes_have_met(tmp_path, recipe, number):
 def test_two_nodes(tmp_path, recipe):
     """Two watchers on one machine, a process each, make one run."""
     place = f"127.0.0.1:{free_port()}"
-    nodes = [started(recipe, tmp_path, nproc=1, nodes=2, node_rank=rank, rendezvous=place) for rank in (0, 1)]
+    nodes = [
+        started(recipe, tmp_path, nproc=1, nodes=2, node_rank=rank, rendezvous=place)
+        for rank in (0, 1)
+    ]
     said = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
-    assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(
+        tmp_path
+    ) == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
 
 
 def test_nodes_with_different_settings_are_refused(tmp_path, recipe):
@@ -289,8 +362,21 @@ def test_nodes_with_different_settings_are_refused(tmp_path, recipe):
     for rank in (0, 1):
         (tmp_path / f"node{rank}").mkdir()
         given = recipe.replace(seed=rank)
-        nodes.append(started(given, tmp_path / f"node{rank}", nproc=1, nodes=2, node_rank=rank, rendezvous=place, out=str(tmp_path / "run")))
+        nodes.append(
+            started(
+                given,
+                tmp_path / f"node{rank}",
+                nproc=1,
+                nodes=2,
+                node_rank=rank,
+                rendezvous=place,
+                out=str(tmp_path / "run"),
+            )
+        )
     for node in nodes:
         said, _ = node.communicate(timeout=120)
-        assert node.returncode != 0 and "InputError: the processes were given different settings" in said, said
+        assert (
+            node.returncode != 0
+            and "InputError: the processes were given different settings" in said
+        ), said
     assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()

@@ -1,4 +1,6 @@
-"""Weights that do not fit their model: nothing is made up at random, the command says what is missing and ends with 2."""
+"""Weights that do not fit their model: nothing is made up at random, the command says what is
+missing and ends with 2.
+"""
 
 import json
 import shutil
@@ -47,19 +49,49 @@ def message(capsys, *arguments):
 
 
 def encoding(folder, texts, tmp_path):
-    return ["encode", folder, "--in", texts, "--out", tmp_path / "vectors.npy", "--dtype", "float32"]
+    return [
+        "encode",
+        folder,
+        "--in",
+        texts,
+        "--out",
+        tmp_path / "vectors.npy",
+        "--dtype",
+        "float32",
+    ]
 
 
 def training(recipe, base, pairs, out, *more):
-    small = [f"base={base}", f"data={pairs}", "batch_size=8", "max_length=40", "steps=2", "dtype=float32", "checkpoint_every=1", *more]
+    small = [
+        f"base={base}",
+        f"data={pairs}",
+        "batch_size=8",
+        "max_length=40",
+        "steps=2",
+        "dtype=float32",
+        "checkpoint_every=1",
+        *more,
+    ]
     return ["train", recipe, *[word for item in small for word in ("--set", item)], "--out", out]
 
 
 CHANGES = {
-    "a layer is missing": (without("layers.1."), "9 missing (model.layers.1.input_layernorm.weight"),
-    "every key has a prefix": (lambda tensors: {f"old.{key}": value for key, value in tensors.items()}, "20 not of this model (old.model"),
-    "a shape is another": (lambda tensors: {k: v[:9] if "q_proj" in k else v for k, v in tensors.items()}, "2 of another shape"),
-    "a map more": (lambda tensors: tensors | {"model.layers.0.mlp.extra.weight": torch.zeros(2)}, "1 not of this model"),
+    "a layer is missing": (
+        without("layers.1."),
+        "9 missing (model.layers.1.input_layernorm.weight",
+    ),
+    "every key has a prefix": (
+        lambda tensors: {f"old.{key}": value for key, value in tensors.items()},
+        "20 not of this model (old.model",
+    ),
+    "a shape is another": (
+        lambda tensors: {k: v[:9] if "q_proj" in k else v for k, v in tensors.items()},
+        "2 of another shape",
+    ),
+    "a map more": (
+        lambda tensors: tensors | {"model.layers.0.mlp.extra.weight": torch.zeros(2)},
+        "1 not of this model",
+    ),
     "no table": (without("embed_tokens"), "missing (lm_head.weight, model.embed_tokens.weight)"),
 }
 
@@ -84,20 +116,37 @@ def test_more_layers_than_weights_are_refused(tmp_path, texts, capsys):
 def test_buffers_of_old_checkpoints_are_no_fault(tmp_path):
     folder = model(tmp_path / "model")
     before = Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
-    change(folder / "model.safetensors", lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    assert np.array_equal(before, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"]))
+    change(
+        folder / "model.safetensors",
+        lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    )
+    assert np.array_equal(
+        before, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
+    )
 
 
-def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(tmp_path, texts, pairs, capsys):
+def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(
+    tmp_path, texts, pairs, capsys
+):
     folder = model(tmp_path / "model", tied=False)
     whole = Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
-    change(folder / "model.safetensors", lambda tensors: {k.removeprefix("model."): v for k, v in without("lm_head")(tensors).items()})
-    assert np.array_equal(whole, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"]))
+    change(
+        folder / "model.safetensors",
+        lambda tensors: {
+            k.removeprefix("model."): v for k, v in without("lm_head")(tensors).items()
+        },
+    )
+    assert np.array_equal(
+        whole, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
+    )
     assert main([str(word) for word in training("stage2", folder, pairs, tmp_path / "two")]) == 0
-    for number, start in enumerate((folder, tmp_path / "two" / "final")):  # a head that nobody has trained stays none
+    # a head that nobody has trained stays none
+    for number, start in enumerate((folder, tmp_path / "two" / "final")):
         line = message(capsys, *training("stage1", start, pairs, tmp_path / f"one{number}"))
         assert "objective = 'reconstruction' needs a vocabulary head" in line, line
-        assert "reading needs a vocabulary head" in message(capsys, "read", start, "what holds the ship", "--dtype", "float32")
+        assert "reading needs a vocabulary head" in message(
+            capsys, "read", start, "what holds the ship", "--dtype", "float32"
+        )
 
 
 @pytest.mark.parametrize("function, expected", [
@@ -105,7 +154,9 @@ def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(tmp_path
     (lambda tensors: tensors | {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(2, 2)}, "1 not of this model ("),
     (lambda tensors: {key: value[:1] if "lora_A" in key else value for key, value in tensors.items()}, "does not fit the model: "),
 ], ids=["half", "more", "shape"])  # fmt: skip
-def test_an_adapter_that_is_not_whole_is_refused(tmp_path, texts, pairs, capsys, function, expected):
+def test_an_adapter_that_is_not_whole_is_refused(
+    tmp_path, texts, pairs, capsys, function, expected
+):
     """By `--resume`, and by whatever loads the checkpoint."""
     arguments = training("stage2", model(tmp_path / "base"), pairs, tmp_path / "run")
     assert main([str(word) for word in arguments]) == 0
@@ -115,7 +166,9 @@ def test_an_adapter_that_is_not_whole_is_refused(tmp_path, texts, pairs, capsys,
     change(kept / "adapter_model.safetensors", function)
     for words in ([*arguments, "--resume"], encoding(kept, texts, tmp_path)):
         line = message(capsys, *words)
-        assert expected in line and "step-000001" in line and "take another checkpoint" in line, line
+        assert expected in line and "step-000001" in line and "take another checkpoint" in line, (
+            line
+        )
 
 
 @pytest.mark.parametrize("function, expected", [
@@ -137,6 +190,20 @@ def test_moments_that_are_not_whole_are_refused(tmp_path, pairs, capsys, functio
 def test_pause_tokens_of_another_number_are_refused(tmp_path, texts, pairs, capsys):
     more = ("learning_rate=1e-3", "soft_token_kind=pause", "refine_steps=3")
     out = tmp_path / "run"
-    assert main([str(word) for word in training("smollm2-135m/gircse", model(tmp_path / "base"), pairs, out, *more)]) == 0
-    change(out / "final" / PAUSE_TOKENS, lambda tensors: {"pause_tokens": tensors["pause_tokens"][:2]})
-    assert "shape (2, 32), but the model needs 3 of 32 numbers" in message(capsys, *encoding(out / "final", texts, tmp_path))
+    assert (
+        main(
+            [
+                str(word)
+                for word in training(
+                    "smollm2-135m/gircse", model(tmp_path / "base"), pairs, out, *more
+                )
+            ]
+        )
+        == 0
+    )
+    change(
+        out / "final" / PAUSE_TOKENS, lambda tensors: {"pause_tokens": tensors["pause_tokens"][:2]}
+    )
+    assert "shape (2, 32), but the model needs 3 of 32 numbers" in message(
+        capsys, *encoding(out / "final", texts, tmp_path)
+    )

@@ -1,4 +1,6 @@
-"""`anchor mine` from end to end: what is mined reaches the loss, models of every kind mine, memory stays flat, nothing half-written is left."""
+"""`anchor mine` from end to end: what is mined reaches the loss, models of every kind mine, memory
+stays flat, nothing half-written is left.
+"""
 
 import json
 import os
@@ -48,51 +50,109 @@ def mined(pairs):
 
 def small(data, base, *more):
     """The Stage II recipe, small."""
-    settings = [f"data={data}", f"base={base}", "tuning=full", "steps=6", "batch_size=16", "max_length=48", "warmup_steps=1", "instructions=none"]
+    settings = [
+        f"data={data}",
+        f"base={base}",
+        "tuning=full",
+        "steps=6",
+        "batch_size=16",
+        "max_length=48",
+        "warmup_steps=1",
+        "instructions=none",
+    ]
     return load_recipe("stage2", [*settings, "learning_rate=2e-3", "dtype=float32", *more])
 
 
 def first_batch(data, base, capsys, *more):
     """The terms of `anchor train --dry-run`."""
-    settings = ["tuning=full", "batch_size=16", "max_length=48", "instructions=none", "dtype=float32", f"data={data}", f"base={base}", *more]
-    assert main(["train", "stage2", "--dry-run", *(word for item in settings for word in ("--set", item))]) == 0
+    settings = [
+        "tuning=full",
+        "batch_size=16",
+        "max_length=48",
+        "instructions=none",
+        "dtype=float32",
+        f"data={data}",
+        f"base={base}",
+        *more,
+    ]
+    assert (
+        main(
+            [
+                "train",
+                "stage2",
+                "--dry-run",
+                *(word for item in settings for word in ("--set", item)),
+            ]
+        )
+        == 0
+    )
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_card_tells_what_was_done(pairs, mined, capsys):
     card = json.loads((mined.parent / "numpy.jsonl.card.json").read_text())
     examples = read_examples(mined)
-    assert [(e.query, e.positive) for e in examples] == [(e.query, e.positive) for e in read_examples(pairs)]
-    assert card["model"] == "bm25" and card["settings"]["num_negatives"] == 4 and card["rows"] == 240
+    assert [(e.query, e.positive) for e in examples] == [
+        (e.query, e.positive) for e in read_examples(pairs)
+    ]
+    assert (
+        card["model"] == "bm25" and card["settings"]["num_negatives"] == 4 and card["rows"] == 240
+    )
     figures = card["datasets"]["numpy"]
     assert figures["negatives"] == sum(len(e.negatives) for e in examples) > 600
-    assert figures["fewer"] == sum(len(e.negatives) < 4 for e in examples) and figures["none"] == sum(not e.negatives for e in examples)
+    assert figures["fewer"] == sum(len(e.negatives) < 4 for e in examples) and figures[
+        "none"
+    ] == sum(not e.negatives for e in examples)
     assert figures["margin"] >= 0.05 * figures["negative_score"] > 0
-    assert main(["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]) == 0  # again, over the first result
+    # again, over the first result
+    assert main(["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == card
 
 
 def test_mined_negatives_reach_infonce(pairs, mined, base, capsys):
-    """The same 16 pairs: as many texts more as there are negatives, each of them a rival of every query, and another loss."""
-    plain, none = first_batch(pairs, base, capsys), first_batch(mined, base, capsys, "hard_negatives=0")
-    assert plain["infonce"] == pytest.approx(none["infonce"], rel=1e-6) and plain["negatives"] == none["negatives"] == 0
+    """The same 16 pairs: as many texts more as there are negatives, each of them a rival of every
+    query, and another loss.
+    """
+    plain = first_batch(pairs, base, capsys)
+    none = first_batch(mined, base, capsys, "hard_negatives=0")
+    assert (
+        plain["infonce"] == pytest.approx(none["infonce"], rel=1e-6)
+        and plain["negatives"] == none["negatives"] == 0
+    )
     found = {n: first_batch(mined, base, capsys, f"hard_negatives={n}") for n in (1, 4)}
     assert 12 <= found[1]["negatives"] <= 16 < found[4]["negatives"] <= 64
     for n in (1, 4):
         assert found[n]["texts"] == 32 + found[n]["negatives"]
         assert found[n]["candidates"] == plain["candidates"] + found[n]["negatives"]
-    assert plain["infonce"] < found[1]["infonce"] < found[4]["infonce"]  # every rival adds to the sum below the fraction
+    # every rival adds to the sum below the fraction
+    assert plain["infonce"] < found[1]["infonce"] < found[4]["infonce"]
 
 
 def test_training_takes_the_hardest_first(mined, base):
     examples = read_examples(mined)
-    batch = tokenize_batch(examples, Embedder.from_pretrained(base).tokenizer, Instructions.none(), range(8), hard_negatives=2)
-    alone = tokenize_batch(examples, Embedder.from_pretrained(base).tokenizer, Instructions.none(), range(8), hard_negatives=1)
-    assert [row[:1] for row in batch.negatives] == alone.negatives and any(len(row) == 2 for row in batch.negatives)
+    batch = tokenize_batch(
+        examples,
+        Embedder.from_pretrained(base).tokenizer,
+        Instructions.none(),
+        range(8),
+        hard_negatives=2,
+    )
+    alone = tokenize_batch(
+        examples,
+        Embedder.from_pretrained(base).tokenizer,
+        Instructions.none(),
+        range(8),
+        hard_negatives=1,
+    )
+    assert [row[:1] for row in batch.negatives] == alone.negatives and any(
+        len(row) == 2 for row in batch.negatives
+    )
 
 
 def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, tmp_path):
-    """Twenty steps of a tiny model: with and without the negatives it must fit its pairs better than before; no more is claimed."""
+    """Twenty steps of a tiny model: with and without the negatives it must fit its pairs better
+    than before; no more is claimed.
+    """
     train_pairs = read_examples(pairs)[:120]
     judge = HeldoutRetrieval([e.query for e in train_pairs], [e.positive for e in train_pairs])
     untrained = judge(Embedder.from_pretrained(base, max_length=48).encode)["mrr"]
@@ -101,25 +161,45 @@ def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, 
         train(small(data, base, f"hard_negatives={hard}", "steps=20"), run, **QUIET)
         assert judge(Embedder.from_pretrained(run / "final").encode)["mrr"] > 1.2 * untrained
         card = json.loads((run / "card.json").read_text())
-    assert card["fingerprint"] == json.loads((mined.parent / "numpy.jsonl.card.json").read_text())["fingerprint"]
+    assert (
+        card["fingerprint"]
+        == json.loads((mined.parent / "numpy.jsonl.card.json").read_text())["fingerprint"]
+    )
 
 
 def test_every_kind_of_model_mines(pairs, base, tmp_path):
-    """A run, its result and an exported model, also as sentence-transformers alone reads it: the same negatives from the same weights."""
+    """A run, its result and an exported model, also as sentence-transformers alone reads it: the
+    same negatives from the same weights.
+    """
     run = tmp_path / "run"
     train(small(pairs, base, "hard_negatives=0", "steps=2"), run, **QUIET)
     embedder = Embedder.from_pretrained(run / "final", dtype="float32")
     prompt = "Find the documentation of what is asked"  # which the exported model has by itself
-    exported = export_embedder(embedder, tmp_path / "exported", instructions={"query": prompt}, base="some/base")
+    exported = export_embedder(
+        embedder, tmp_path / "exported", instructions={"query": prompt}, base="some/base"
+    )
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     for path in exported.iterdir():
         if path.name not in ("anchor_embedding.json", "bare_tokenizer"):
             (foreign / path.name).symlink_to(path)
     told = {"instructions": Instructions("test", {"numpy": (prompt,)})}
-    models = {"run": run, "final": run / "final", "memory": embedder, "exported": exported, "foreign": foreign}
+    models = {
+        "run": run,
+        "final": run / "final",
+        "memory": embedder,
+        "exported": exported,
+        "foreign": foreign,
+    }
     found = {
-        name: mine_negatives(pairs, tmp_path / f"{name}.jsonl", model, dtype="float32", **({} if name == "foreign" else told), **QUIET)
+        name: mine_negatives(
+            pairs,
+            tmp_path / f"{name}.jsonl",
+            model,
+            dtype="float32",
+            **({} if name == "foreign" else told),
+            **QUIET,
+        )
         for name, model in models.items()
     }
     texts = {name: [e.negatives for e in read_examples(mined.out)] for name, mined in found.items()}
@@ -128,17 +208,51 @@ def test_every_kind_of_model_mines(pairs, base, tmp_path):
         assert texts[name] == texts["run"]
     same = np.mean([set(a) == set(b) for a, b in zip(texts["foreign"], texts["run"], strict=True)])
     assert same > 0.95  # computed in padded batches, so the last digits differ
-    assert found["run"].card["revision"] == found["final"].card["revision"] != found["foreign"].card["revision"]
+    assert (
+        found["run"].card["revision"]
+        == found["final"].card["revision"]
+        != found["foreign"].card["revision"]
+    )
 
 
 def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
-    exported = export_embedder(Embedder.from_pretrained(base), tmp_path / "exported", base="some/base")
+    exported = export_embedder(
+        Embedder.from_pretrained(base), tmp_path / "exported", base="some/base"
+    )
     (exported / "anchor_embedding.json").unlink()
     told = tmp_path / "told.csv"
     told.write_text("dataset,instruction,symmetric\nnumpy,Find the documentation,0\n")
-    assert main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--model", str(exported), "--instructions", str(told)]) == 2
+    assert (
+        main(
+            [
+                "mine",
+                str(pairs),
+                "--out",
+                str(tmp_path / "x.jsonl"),
+                "--model",
+                str(exported),
+                "--instructions",
+                str(told),
+            ]
+        )
+        == 2
+    )
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("x", ".x"))]
-    assert main(["mine", str(pairs), "--out", str(tmp_path / "y.jsonl"), "--model", str(base), "--instructions", str(told)]) == 0
+    assert (
+        main(
+            [
+                "mine",
+                str(pairs),
+                "--out",
+                str(tmp_path / "y.jsonl"),
+                "--model",
+                str(base),
+                "--instructions",
+                str(told),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "y.jsonl.card.json").read_text())["instructions"] == str(told)
 
 
@@ -147,14 +261,27 @@ def test_datasets_stay_apart(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("one", "two"):
-        rows = [{"query": f"{name} question {i}", "positive": f"{name} answer {i % 9}"} for i in range(30)]
+        rows = [
+            {"query": f"{name} question {i}", "positive": f"{name} answer {i % 9}"}
+            for i in range(30)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mined = mine_negatives(folder, tmp_path / "mined.jsonl", settings=MiningSettings(num_negatives=3, relative_margin=None), **QUIET)
+    mined = mine_negatives(
+        folder,
+        tmp_path / "mined.jsonl",
+        settings=MiningSettings(num_negatives=3, relative_margin=None),
+        **QUIET,
+    )
     examples = read_examples(mined.out)
     assert [e.dataset for e in examples] == ["one"] * 30 + ["two"] * 30
     for example in examples:
-        assert len(example.negatives) == 3 and all(text.startswith(example.dataset) for text in example.negatives)
-    assert {name: figures["documents"] for name, figures in mined.card["datasets"].items()} == {"one": 9, "two": 9}
+        assert len(example.negatives) == 3 and all(
+            text.startswith(example.dataset) for text in example.negatives
+        )
+    assert {name: figures["documents"] for name, figures in mined.card["datasets"].items()} == {
+        "one": 9,
+        "two": 9,
+    }
 
 
 MEMORY = """
@@ -176,18 +303,35 @@ print(json.dumps(found))
 
 
 def run_python(code, *arguments, **options):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def write_many(path, rows, words):
-    path.write_text("".join(json.dumps({"query": f"question {i}", "positive": f"answer {i} " + "word " * words}) + "\n" for i in range(rows)))
+    path.write_text(
+        "".join(
+            json.dumps({"query": f"question {i}", "positive": f"answer {i} " + "word " * words})
+            + "\n"
+            for i in range(rows)
+        )
+    )
     return path
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
+)
 def test_memory_does_not_hold_the_corpus(tmp_path):
-    """Three times as many pairs, with 30 MB more of texts and 37 MB more of document vectors: less than a third of that more."""
-    few, many = write_many(tmp_path / "few.jsonl", 9_000, 320), write_many(tmp_path / "many.jsonl", 27_000, 320)
+    """Three times as many pairs, with 30 MB more of texts and 37 MB more of document vectors: less
+    than a third of that more.
+    """
+    few = write_many(tmp_path / "few.jsonl", 9_000, 320)
+    many = write_many(tmp_path / "many.jsonl", 27_000, 320)
     process = run_python(MEMORY, few, many, tmp_path / "out.jsonl")
     out, error = process.communicate(timeout=280)
     assert process.returncode == 0, error
@@ -254,17 +398,39 @@ def test_an_empty_name_is_one_line(tmp_path, capsys, monkeypatch):
 
 def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
     path = tmp_path / "pairs.csv"
-    path.write_text("question,answer\nhow to sort a list,Call sort on the list.\nhow to open,\nto get a sorted list,Call sorted on the list.\n")
+    path.write_text(
+        "question,answer\nhow to sort a list,Call sort on the list.\nhow to open,\nto "
+        "get a sorted list,Call sorted on the list.\n"
+    )
     assert main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl")]) == 2
     assert "pairs.csv:3: 'answer' is empty" in capsys.readouterr().err
-    assert main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl"), "--on-bad-row", "skip"]) == 0
-    assert [e.negatives for e in read_examples(tmp_path / "mined.jsonl")] == [("Call sorted on the list.",), ("Call sort on the list.",)]
+    assert (
+        main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl"), "--on-bad-row", "skip"])
+        == 0
+    )
+    assert [e.negatives for e in read_examples(tmp_path / "mined.jsonl")] == [
+        ("Call sorted on the list.",),
+        ("Call sort on the list.",),
+    ]
 
 
 def test_the_margin_can_be_left_out(pairs, tmp_path, capsys):
     found = {}
     for margin in ("none", "0", "0.05"):
-        assert main(["mine", str(pairs), "--out", str(tmp_path / f"{margin}.jsonl"), "--relative-margin", margin, "--json"]) == 0
+        assert (
+            main(
+                [
+                    "mine",
+                    str(pairs),
+                    "--out",
+                    str(tmp_path / f"{margin}.jsonl"),
+                    "--relative-margin",
+                    margin,
+                    "--json",
+                ]
+            )
+            == 0
+        )
         card = json.loads(capsys.readouterr().out)
         assert card["settings"]["relative_margin"] == (None if margin == "none" else float(margin))
         found[margin] = card["datasets"]["numpy"]
@@ -279,29 +445,47 @@ def test_help_names_every_setting(capsys):
     with pytest.raises(SystemExit):
         main(["mine", "--help"])
     text = capsys.readouterr().out
-    assert all("--" + name.replace("_", "-") in text for name in MiningSettings.__dataclass_fields__)
+    assert all(
+        "--" + name.replace("_", "-") in text for name in MiningSettings.__dataclass_fields__
+    )
 
 
 def test_a_corpus_has_its_titles_as_the_positives_have(tmp_path):
     """Without its title a positive would come back as the hardest negative of its own query."""
     task = tmp_path / "ships"
     (task / "qrels").mkdir(parents=True)
-    documents = [{"_id": "a", "title": "Anchor", "text": "holds the ship in deep water"}, {"_id": "s", "title": "Sail", "text": "drives the ship"}]
+    documents = [
+        {"_id": "a", "title": "Anchor", "text": "holds the ship in deep water"},
+        {"_id": "s", "title": "Sail", "text": "drives the ship"},
+    ]
     (task / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
-    (task / "queries.jsonl").write_text(json.dumps({"_id": "q", "text": "what holds the ship in deep water"}) + "\n")
+    (task / "queries.jsonl").write_text(
+        json.dumps({"_id": "q", "text": "what holds the ship in deep water"}) + "\n"
+    )
     (task / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
-    found = mine_negatives(task, tmp_path / "mined.jsonl", settings=MiningSettings(relative_margin=None), corpus=task / "corpus.jsonl", **QUIET)
+    found = mine_negatives(
+        task,
+        tmp_path / "mined.jsonl",
+        settings=MiningSettings(relative_margin=None),
+        corpus=task / "corpus.jsonl",
+        **QUIET,
+    )
     assert [e.negatives for e in read_examples(found.out)] == [("Sail drives the ship",)]
 
 
 def test_more_negatives_than_documents(pairs, tmp_path):
     settings = MiningSettings(num_negatives=10**12, range_max=10**12, relative_margin=None)
     mined = mine_negatives(pairs, tmp_path / "all.jsonl", settings=settings, **QUIET)
-    assert max(len(example.negatives) for example in read_examples(mined.out)) < 240 and mined.card["datasets"]["numpy"]["negatives"] > 0
+    assert (
+        max(len(example.negatives) for example in read_examples(mined.out)) < 240
+        and mined.card["datasets"]["numpy"]["negatives"] > 0
+    )
 
 
 def test_nothing_found_is_said(pairs, tmp_path, capsys):
-    assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl"), "--max-score", "-1"]) == 0
+    assert (
+        main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl"), "--max-score", "-1"]) == 0
+    )
     told = capsys.readouterr().err
     assert "no negative was found for any query" in told and "train with" not in told
 
@@ -312,4 +496,6 @@ def test_interrupted_says_that_nothing_was_written(pairs, tmp_path, capsys, monk
 
     monkeypatch.setattr("anchor_embedding.embed.mining.read_pool", interrupted)
     assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    assert "interrupted; nothing was written" in capsys.readouterr().err and not [
+        *tmp_path.iterdir()
+    ]

@@ -12,7 +12,13 @@ def markdown(source):
 
 
 def code(source, *outputs):
-    return {"cell_type": "code", "source": source, "outputs": list(outputs), "metadata": {}, "execution_count": None}
+    return {
+        "cell_type": "code",
+        "source": source,
+        "outputs": list(outputs),
+        "metadata": {},
+        "execution_count": None,
+    }
 
 
 def printed(text, name="stdout"):
@@ -36,7 +42,9 @@ def notebook(tmp_path):
     project = tmp_path / "project"
     (project / "nbs" / "results").mkdir(parents=True)
     (project / "nbs" / "results" / "figures.json").write_text("[1, 2]")
-    (project / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.nbdev]\ntst_flags = "slow cuda"\n')
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "x"\n[tool.nbdev]\ntst_flags = "slow cuda"\n'
+    )
 
     def write(*cells, title=TITLE):
         path = project / "nbs" / "00_tiny.ipynb"
@@ -52,7 +60,8 @@ def run(path, skip=("slow", "cuda"), timeout=60):
     return check(path, list(skip), timeout, root=path.parent.parent)
 
 
-# ---- comparison -----------------------------------------------------------------------------------------------------
+# ---- comparison
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,12 +90,19 @@ def test_pictures_are_compared_by_kind():
 
 def test_printed_parts_are_joined_and_stderr_and_addresses_ignored():
     old = code("f()", printed("a\nb <f at 0x12ab>\n"))
-    assert compare_cell(old, code("f()", printed("a\n"), printed("warned", "stderr"), printed("b <f>\n"))) == ""
-    text, value = printed("a"), shown(text_plain="1")
+    assert (
+        compare_cell(
+            old, code("f()", printed("a\n"), printed("warned", "stderr"), printed("b <f>\n"))
+        )
+        == ""
+    )
+    text = printed("a")
+    value = shown(text_plain="1")
     assert compare_cell(code("f()", text, value), code("f()", value, text)) == ""
 
 
-# ---- form -----------------------------------------------------------------------------------------------------------
+# ---- form
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_notebook_of_good_form_has_no_faults(notebook):
@@ -110,7 +126,10 @@ def test_a_notebook_of_good_form_has_no_faults(notebook):
         (code("f()", printed(f"in {Path('/home') / 'someone'}\n")), "a path of one machine"),
         (code("f()", printed("x" * 20_001)), "an output of 20,001 characters"),
         (code("f()", printed("careful", "stderr")), "stderr"),
-        (code("f()", {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}), "an error is committed"),
+        (
+            code("f()", {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}),
+            "an error is committed",
+        ),
         (code("f()", shown(image_png="A"), shown(image_png="B")), "2 pictures (limit 1)"),
     ],
 )
@@ -131,13 +150,17 @@ def test_hidden_and_generated_folders_hold_no_notebooks(notebook):
     assert [p.name for p in find_notebooks(path.parent)] == ["00_tiny.ipynb", "x.ipynb"]
 
 
-# ---- execution ------------------------------------------------------------------------------------------------------
+# ---- execution
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_notebook_that_tells_the_truth_passes_and_leaves_nothing_behind(notebook):
     cells = [
         code("import json\nfrom pathlib import Path"),
-        code('print(sum(json.loads(Path("results/figures.json").read_text())) / 7)', printed("0.42857\n")),
+        code(
+            'print(sum(json.loads(Path("results/figures.json").read_text())) / 7)',
+            printed("0.42857\n"),
+        ),
         code('Path("stray").write_text("x");'),
         code("#| slow\nraise ValueError"),
     ]
@@ -164,7 +187,10 @@ def test_an_error_fails_with_its_traceback(notebook):
 
 
 def test_a_notebook_that_hangs_is_stopped_with_its_children(notebook):
-    cells = [code("import subprocess\nimport time"), code('p = subprocess.Popen(["sleep", "77"])\ntime.sleep(77)')]
+    cells = [
+        code("import subprocess\nimport time"),
+        code('p = subprocess.Popen(["sleep", "77"])\ntime.sleep(77)'),
+    ]
     result = run(notebook(*cells), timeout=4)
     assert result.faults == ["stopped at its time limit of 4 s"]
     assert "time.sleep(77)" in result.log  # the stack of the cell that hangs

@@ -24,15 +24,28 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gradients")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *launch, str(WORKER), str(folder)], capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *launch, str(WORKER), str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 def test_the_cases_differ_in_micro_batches():
-    batch, objective = make_batch(), CASES["plain"]
-    needed = [len(objective.groups(None, batch.take(range(rank, len(batch), PROCESSES)))) for rank in range(PROCESSES)]
-    assert needed == [1, 2], "one process must fit its budget and the other must not, or the test shows less than it says"
+    batch = make_batch()
+    objective = CASES["plain"]
+    needed = [
+        len(objective.groups(None, batch.take(range(rank, len(batch), PROCESSES))))
+        for rank in range(PROCESSES)
+    ]
+    assert needed == [1, 2], (
+        "one process must fit its budget and the other must not, or the test shows less than it "
+        "says"
+    )
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
@@ -40,22 +53,30 @@ def test_the_cases_differ_in_micro_batches():
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_equal_one_process(folder, case, head, sharding):
     batch = make_batch()
-    if case == "released":  # its mean of means depends on which pairs share a micro-batch: those of one process
-        batch = batch.take([row for rank in range(PROCESSES) for row in range(rank, len(batch), PROCESSES)])
+    # its mean of means depends on which pairs share a micro-batch: those of one process
+    if case == "released":
+        batch = batch.take(
+            [row for rank in range(PROCESSES) for row in range(rank, len(batch), PROCESSES)]
+        )
     terms, alone = gradients(case, head, batch, Accelerator(cpu=True))
-    near = 1e-4 if case == "refined" else 1e-5  # every soft token multiplies the rounding of the one before
+    # every soft token multiplies the rounding of the one before
+    near = 1e-4 if case == "refined" else 1e-5
     for rank in range(PROCESSES):
         found = load_file(folder / f"{case}-{head}-{sharding}-{rank}.safetensors")
         assert {f"terms.{name}" for name in terms} | set(alone) == set(found)
         for name, value in terms.items():
             assert found[f"terms.{name}"].item() == pytest.approx(value, rel=1e-5), name
         for name, gradient in alone.items():
-            torch.testing.assert_close(found[name], gradient, rtol=near, atol=near * gradient.abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                found[name], gradient, rtol=near, atol=near * gradient.abs().max().item(), msg=name
+            )
 
 
 @pytest.mark.parametrize("case", list(GAINS))
 def test_anchor_gain_of_the_global_batch(folder, case):
-    """The next pair is that of the global batch and the sums are those of all processes, even where each holds one pair."""
+    """The next pair is that of the global batch and the sums are those of all processes, even where
+    each holds one pair.
+    """
     alone = gain(case, Accelerator(cpu=True))
     assert all(map(math.isfinite, alone.values())) and all(value for value in alone.values())
     for rank in range(PROCESSES):

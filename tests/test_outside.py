@@ -10,7 +10,7 @@ import pytest
 
 from anchor_embedding.train.recipe import load_recipe
 
-MODULE = '''
+MODULE = """
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +37,7 @@ class Alignment(Contrastive):
 
 
 nothing = 3
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +50,66 @@ def folder(tmp_path_factory):
 
 def anchor(folder, *arguments, path=True):
     """The command, as somebody who has put the folder on PYTHONPATH calls it."""
-    environment = os.environ | ({"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])} if path else {})
-    return subprocess.run([sys.executable, "-m", "anchor_embedding", *arguments], env=environment, capture_output=True, text=True)
+    environment = os.environ | (
+        {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])} if path else {}
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "anchor_embedding", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def settings(base, pairs, *more):
-    every = ["objective=own_objectives:Alignment", f"base={base}", f"data={pairs}", "instructions=none", "max_length=40", "dtype=float32"]
-    every += ["steps=4", "warmup_steps=1", "batch_size=4", "learning_rate=1e-2", "hard_negatives=0", *more]
+    every = [
+        "objective=own_objectives:Alignment",
+        f"base={base}",
+        f"data={pairs}",
+        "instructions=none",
+        "max_length=40",
+        "dtype=float32",
+    ]
+    every += [
+        "steps=4",
+        "warmup_steps=1",
+        "batch_size=4",
+        "learning_rate=1e-2",
+        "hard_negatives=0",
+        *more,
+    ]
     return [word for item in every for word in ("--set", item)]
 
 
 def test_trains_plans_and_goes_on(folder, base, pairs):
-    done = anchor(folder, "train", "stage2", "--out", folder / "run", *settings(base, pairs, "spread=0.5", "checkpoint_every=2"))
+    done = anchor(
+        folder,
+        "train",
+        "stage2",
+        "--out",
+        folder / "run",
+        *settings(base, pairs, "spread=0.5", "checkpoint_every=2"),
+    )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["loss"] == pytest.approx(line["near"] + 0.5 * line["apart"], abs=1e-5) for line in lines)
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        line["loss"] == pytest.approx(line["near"] + 0.5 * line["apart"], abs=1e-5)
+        for line in lines
+    )
     assert lines[-1]["loss"] < lines[0]["loss"]
     kept = tomllib.loads((folder / "run" / "recipe.toml").read_text())
     assert (kept["objective"], kept["spread"]) == ("own_objectives:Alignment", 0.5)
     card = json.loads((folder / "run" / "card.json").read_text())
-    assert card["negatives_pool"] == "3 in-batch positives for every query" and card["deviations"] == {}
+    assert (
+        card["negatives_pool"] == "3 in-batch positives for every query"
+        and card["deviations"] == {}
+    )
 
-    again = anchor(folder, "train", folder / "run" / "recipe.toml", "--out", folder / "run", "--resume")
+    again = anchor(
+        folder, "train", folder / "run" / "recipe.toml", "--out", folder / "run", "--resume"
+    )
     assert again.returncode == 0, again.stderr
     planned = anchor(folder, "plan", folder / "run" / "recipe.toml")
     assert planned.returncode == 0 and "a pair" in planned.stdout, planned.stderr
@@ -84,17 +122,35 @@ def test_two_processes_have_the_gradient_of_one(folder, base, pairs):
     for processes in (1, 2):
         out = folder / f"run{processes}"
         number = ["--nproc", str(processes)] if processes > 1 else []
-        done = anchor(folder, "train", "stage2", "--out", out, *number, *settings(base, pairs, "lora_dropout=0"))
+        done = anchor(
+            folder,
+            "train",
+            "stage2",
+            "--out",
+            out,
+            *number,
+            *settings(base, pairs, "lora_dropout=0"),
+        )
         assert done.returncode == 0, done.stderr
-        losses[processes] = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses[processes] = [
+            json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("own_objectives:Alignment", False, "there is no module 'own_objectives'; is it installed, or its folder on PYTHONPATH?"),
-        ("own_objectives:Alinment", True, "own_objectives has no objective 'Alinment', a class that inherits from `Objective`"),
+        (
+            "own_objectives:Alignment",
+            False,
+            "there is no module 'own_objectives'; is it installed, or its folder on PYTHONPATH?",
+        ),
+        (
+            "own_objectives:Alinment",
+            True,
+            "own_objectives has no objective 'Alinment', a class that inherits from `Objective`",
+        ),
         ("own_objectives:nothing", True, "has no objective 'nothing'"),
         ("alignment", True, "must be one of bag_of_tokens, "),
     ],
@@ -108,7 +164,11 @@ def test_its_settings_are_checked(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     outside = ["objective=own_objectives:Alignment"]
     assert load_recipe("stage2", [*outside, "spread=2"]).spread == 2.0
-    refused = {"spread=-1": "`spread` = -1.0: must be at least 0", "spred=1": "did you mean", "alpha=0.2": "belongs to objective"}
+    refused = {
+        "spread=-1": "`spread` = -1.0: must be at least 0",
+        "spred=1": "did you mean",
+        "alpha=0.2": "belongs to objective",
+    }
     for wrong, message in refused.items():
         with pytest.raises(ValueError, match=message):
             load_recipe("stage2", [*outside, wrong])

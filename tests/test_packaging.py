@@ -1,4 +1,6 @@
-"""The package as others get it: metadata that agree, a wheel with everything in it, a front door that opens fast."""
+"""The package as others get it: metadata that agree, a wheel with everything in it, a front door
+that opens fast.
+"""
 
 import json
 import os
@@ -18,7 +20,15 @@ from notebook_checks import ROOT, find_notebooks
 
 PACKAGE = ROOT / "anchor_embedding"
 HEAVY = ["torch", "transformers", "pandas", "matplotlib"]
-BUILD_FILES = ["pyproject.toml", "settings.ini", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"]
+BUILD_FILES = [
+    "pyproject.toml",
+    "settings.ini",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "constraints.txt",
+]
 NOT_NEEDED = ["nbdev", "fastcore", "execnb", "mteb", "datasets", "sentence_transformers"]
 
 
@@ -36,13 +46,18 @@ def python(code, *arguments):
     """Run `code` in a new interpreter that finds this tree's package; its standard output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# ---- metadata -------------------------------------------------------------------------------------------------------
+# ---- metadata
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_pyproject_agrees_with_settings():
@@ -53,20 +68,32 @@ def test_pyproject_agrees_with_settings():
 
 
 def test_constraints_cover_the_requirements():
-    """Every requirement has an exact version among the constraints; none is tied to a build or a place."""
-    lines = [line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
+    """Every requirement has an exact version among the constraints; none is tied to a build or a
+    place.
+    """
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if line and line[0] != "#"
+    ]
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     exact = {line.split("==")[0].lower().replace("_", "-") for line in lines}
-    names = {re.match(r"[\w.-]+", line)[0] for line in entries("requirements") + entries("dev_requirements")}
+    names = {
+        re.match(r"[\w.-]+", line)[0]
+        for line in entries("requirements") + entries("dev_requirements")
+    }
     assert names - exact == set()
 
 
 def test_version_is_the_same_everywhere():
-    written = re.search(r'^__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+    written = re.search(
+        r'^__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text("utf-8"), re.MULTILINE
+    )[1]
     assert python("import anchor_embedding; print(anchor_embedding.__version__)").strip() == written
 
 
-# ---- the wheel ------------------------------------------------------------------------------------------------------
+# ---- the wheel
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +106,35 @@ def wheel(tmp_path_factory):
     for name in [*BUILD_FILES, *package_files()]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        source,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
 def package_files():
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    files = [
+        path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    ]
     return [path.relative_to(ROOT).as_posix() for path in files]
 
 
 def test_wheel_holds_every_module_and_resource(wheel):
     packed = {name for name in wheel.namelist() if name.startswith("anchor_embedding/")}
     assert packed == set(package_files())
-    assert {name.split("/")[0] for name in wheel.namelist()} == {"anchor_embedding", info_folder(wheel)}
+    assert {name.split("/")[0] for name in wheel.namelist()} == {
+        "anchor_embedding",
+        info_folder(wheel),
+    }
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
 
@@ -113,7 +154,8 @@ def test_wheel_metadata(wheel):
     assert data.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
 
 
-# ---- imports --------------------------------------------------------------------------------------------------------
+# ---- imports
+# --------------------------------------------------------------------------------------------------------
 
 
 def seconds(code):
@@ -133,7 +175,8 @@ def test_import_is_fast_and_light():
     assert set(json.loads(python(code))) & {*HEAVY, *NOT_NEEDED} == set()
 
 
-BLOCK = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); "  # importing these raises ModuleNotFoundError
+# importing these raises ModuleNotFoundError
+BLOCK = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); "
 IMPORT_ALL = """
 import importlib, pkgutil, anchor_embedding
 for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding."):
@@ -144,7 +187,9 @@ for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding
 
 
 def test_every_module_imports_without_what_it_may_not_need():
-    """nbdev, fastcore and execnb are for development; mteb, datasets, sentence-transformers load where they are used."""
+    """nbdev, fastcore and execnb are for development; mteb, datasets, sentence-transformers load
+    where they are used.
+    """
     files = [path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
     modules = {".".join(parts).removesuffix(".__init__") for parts in files} - {"anchor_embedding"}
     imported = set(python(BLOCK + IMPORT_ALL, *NOT_NEEDED).split())
@@ -154,24 +199,37 @@ def test_every_module_imports_without_what_it_may_not_need():
 LIGHT = ["text", "data", "recipe", "cli", "errors"]
 
 
-@pytest.mark.parametrize("module", [name for name in LIGHT if Path(PACKAGE / f"{name}.py").exists()])
+@pytest.mark.parametrize(
+    "module", [name for name in LIGHT if Path(PACKAGE / f"{name}.py").exists()]
+)
 def test_light_modules_load_neither_torch_nor_transformers(module):
     python(BLOCK + f"import anchor_embedding.{module}", *HEAVY[:2])
 
 
-# ---- what is written twice ------------------------------------------------------------------------------------------
+# ---- what is written twice
+# ------------------------------------------------------------------------------------------
 
 
 def test_readme_and_sidebar_follow_the_notebooks():
-    done = subprocess.run([sys.executable, ROOT / ".ci" / "generate.py", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "generate.py", "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    listed = re.findall(r"^ +- ([\w/]+\.ipynb)$", (ROOT / "_quarto.yml").read_text("utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "nbs")) for path in find_notebooks(ROOT / "nbs"))
+    listed = re.findall(
+        r"^ +- ([\w/]+\.ipynb)$", (ROOT / "_quarto.yml").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(
+        str(path.relative_to(ROOT / "nbs")) for path in find_notebooks(ROOT / "nbs")
+    )
     assert os.path.samefile(ROOT / "nbs" / "_quarto.yml", ROOT / "_quarto.yml")
 
 
 def test_results_name_no_folder_of_a_machine():
     """Committed result files say what ran, not where on somebody's disk it lay."""
     files = sorted((ROOT / "nbs" / "results").glob("*.json"))
-    found = [f"{f.name}: {m[0]}" for f in files for m in re.finditer(r'"/(?:root|home|tmp|work|Users|mnt)/[^"]*', f.read_text("utf-8"))]
+    found = [
+        f"{f.name}: {m[0]}"
+        for f in files
+        for m in re.finditer(r'"/(?:root|home|tmp|work|Users|mnt)/[^"]*', f.read_text("utf-8"))
+    ]
     assert files and found == []

@@ -1,4 +1,6 @@
-"""The paper's tables against each other, and our scores beside them as a user meets them: files, seeds, faults."""
+"""The paper's tables against each other, and our scores beside them as a user meets them: files,
+seeds, faults.
+"""
 
 import json
 from importlib.resources import files
@@ -28,7 +30,8 @@ CATEGORY_SIZES = {
     "sts": 10,
     "summarization": 1,
 }
-# printed in Table 1, and what the tasks of Tables 14 and 15 give, where the two differ by more than rounding
+# printed in Table 1, and what the tasks of Tables 14 and 15 give, where the two differ by more than
+# rounding
 DISAGREEMENTS = {
     ("Qwen2.5-1.5B-Instruct", "baseline", "pair_classification"): (84.41, 82.97),
     ("Llama-3.1-8B-Instruct", "baseline", "clustering"): (46.64, 45.69),
@@ -48,7 +51,9 @@ def by_task():
     """model → system → task → points, read without the library."""
     scores = {}
     for number in (14, 15):
-        text = (files("anchor_embedding") / "resources" / "paper" / f"table{number}.csv").read_text()
+        text = (
+            files("anchor_embedding") / "resources" / "paper" / f"table{number}.csv"
+        ).read_text()
         for line in text.splitlines()[1:]:
             task, model, system, score = line.split(",")
             scores.setdefault(model, {}).setdefault(system, {})[task] = float(score)
@@ -90,11 +95,17 @@ def test_fifteen_task_averages():
         "sts": 3,
     }
     for model, systems in by_task().items():
-        means = [np.mean([systems[s][task] for task in known.index[known["subset15"]]]) for s in ("baseline", "anchor")]
+        means = [
+            np.mean([systems[s][task] for task in known.index[known["subset15"]]])
+            for s in ("baseline", "anchor")
+        ]
         assert means == pytest.approx(FIFTEEN[model], abs=0.0051)
     stages = paper_table(10).set_index("setting")
     for size, model in (("1B", "Llama-3.2-1B-Instruct"), ("3B", "Llama-3.2-3B-Instruct")):
-        assert (stages.loc["only stage II", size], stages.loc["stage I + stage II", size]) == FIFTEEN[model]
+        assert (
+            stages.loc["only stage II", size],
+            stages.loc["stage I + stage II", size],
+        ) == FIFTEEN[model]
     extra = paper_table(5).set_index("configuration")["average"]
     assert (extra.iloc[0], extra.loc["stage I + stage II"]) == FIFTEEN["Llama-3.2-1B-Instruct"]
 
@@ -105,9 +116,13 @@ def test_the_fifteen_tasks_are_those_that_are_evaluated():
 
 def test_tables_repeat_each_other():
     one = paper_table(1).set_index(["model", "system"]).drop(columns="average")
-    two, three = paper_table(2).set_index("model"), paper_table(3).set_index("variant")
+    two = paper_table(2).set_index("model")
+    three = paper_table(3).set_index("variant")
     for name in one:
-        assert two.loc["Anchor-LLaMA-3.1-8B-Instruct", name] == one.loc[("Llama-3.1-8B-Instruct", "anchor"), name]
+        assert (
+            two.loc["Anchor-LLaMA-3.1-8B-Instruct", name]
+            == one.loc[("Llama-3.1-8B-Instruct", "anchor"), name]
+        )
         for variant in ("baseline", "anchor"):
             assert three.loc[variant, name] == one.loc[("Llama-3.2-1B-Instruct", variant), name]
     assert paper_table(4).set_index("alpha")["average"][0.2] == 65.19
@@ -126,9 +141,9 @@ def test_missing_tasks_are_listed_and_no_average_claims_more_than_it_has(tmp_pat
     assert all(task in missing for task in named) and "ArguAna*" in missing
     scores_file(tmp_path / "m", "m", scores | {"ArguAna": 0.5})
     rows = comparison_rows(compare(tmp_path / "m")).set_index("row")
-    assert rows.loc["15-task average", ["m", "paper baseline", "paper anchor"]].tolist() == pytest.approx(
-        [50, 63.95, 65.19], abs=0.01
-    )
+    assert rows.loc[
+        "15-task average", ["m", "paper baseline", "paper anchor"]
+    ].tolist() == pytest.approx([50, 63.95, 65.19], abs=0.01)
 
 
 def test_seeds_of_one_recipe_are_found_on_disk_and_other_recipes_kept_apart(tmp_path):
@@ -147,7 +162,9 @@ def test_seeds_of_one_recipe_are_found_on_disk_and_other_recipes_kept_apart(tmp_
 def test_of_a_sweep_the_last_checkpoint_counts(tmp_path):
     for step in (8, 16):
         scores_file(
-            tmp_path / "anchor-stage2" / "evaluations" / f"step-{step:06}", f"step-{step:06}", {"STS17": step / 100}
+            tmp_path / "anchor-stage2" / "evaluations" / f"step-{step:06}",
+            f"step-{step:06}",
+            {"STS17": step / 100},
         )
     (tmp_path / "anchor-stage2" / "recipe.toml").write_text("seed = 1\n")
     comparison = compare(tmp_path / "anchor-stage2")
@@ -161,9 +178,14 @@ def test_of_two_sweeps_the_last_checkpoint_of_each_setting_is_shown(tmp_path):
     place = tmp_path / "anchor-stage2" / "evaluations"
     for step, ends in ((900_000, ("", "-mteb")), (1_000_000, ("", "-mteb-float32", "-mteb"))):
         for end in ends:
-            scores_file(place / f"step-{step:06}{end}", f"step-{step:06}{end}", {"STS17": step / 2e6})
+            scores_file(
+                place / f"step-{step:06}{end}", f"step-{step:06}{end}", {"STS17": step / 2e6}
+            )
     (tmp_path / "anchor-stage2" / "recipe.toml").write_text("seed = 1\n")
-    shown = {label.split()[-1]: float(runs.loc["STS17", 0]) for label, runs in compare(tmp_path / "anchor-stage2").ours.items()}
+    shown = {
+        label.split()[-1]: float(runs.loc["STS17", 0])
+        for label, runs in compare(tmp_path / "anchor-stage2").ours.items()
+    }
     assert shown == {"step-1000000": 50, "step-1000000-mteb": 50, "step-1000000-mteb-float32": 50}
 
 
@@ -174,7 +196,9 @@ def test_other_prompts_are_not_another_seed(tmp_path):
     assert list(compare(tmp_path).ours) == ["m", "m (2)"]
 
 
-@pytest.mark.parametrize("changed", [{"max_length": 128}, {"dtype": "bfloat16"}, {"data_revision": "other"}])
+@pytest.mark.parametrize(
+    "changed", [{"max_length": 128}, {"dtype": "bfloat16"}, {"data_revision": "other"}]
+)
 def test_what_was_scored_otherwise_is_no_seed_and_not_compared_query_by_query(tmp_path, changed):
     def run(name, seed, data_revision="one", **about):
         folder = scores_file(tmp_path / name, name, {"STS17": 0.5, "SciFact": 0.5}, **about)
@@ -183,20 +207,33 @@ def test_what_was_scored_otherwise_is_no_seed_and_not_compared_query_by_query(tm
         found["tasks"]["SciFact"] |= {"key": name, "data_revision": data_revision}
         (folder / "scores.json").write_text(json.dumps(found))
         figures = {f"test/default/{i}": 0.1 * (i % 4) + 0.1 * seed for i in range(20)}
-        (folder / "queries.json").write_text(json.dumps({"SciFact": {"key": name, "scores": figures}}))
+        (folder / "queries.json").write_text(
+            json.dumps({"SciFact": {"key": name, "scores": figures}})
+        )
         return folder
 
     usual = {"prompts": "paper", "max_length": 512, "dtype": "float32"}
-    a, b = run("b-base-line", 1, **usual), run("b", 2, **usual | changed)
+    a = run("b-base-line", 1, **usual)
+    b = run("b", 2, **usual | changed)
     comparison = compare([a, b])
     assert list(comparison.ours) == ["b-base-line", "b"] and not len(query_differences([a, b]))
     (remark,) = (remark for remark in comparison.remarks if "query by query" in remark)
     name, value = next(iter(changed.items()))
-    assert "the data are not the same" in remark if name == "data_revision" else f"{name} {usual[name]} and {value}" in remark
+    assert (
+        "the data are not the same" in remark
+        if name == "data_revision"
+        else f"{name} {usual[name]} and {value}" in remark
+    )
     again = run("again", 2, **usual)
-    assert {label: len(runs.columns) for label, runs in compare([a, b, again]).ours.items()} == {"b-base-line": 2, "b": 1}
+    assert {label: len(runs.columns) for label, runs in compare([a, b, again]).ours.items()} == {
+        "b-base-line": 2,
+        "b": 1,
+    }
     same = run("b", 1, **usual)  # the same seed: two models, and compared
-    assert compare([a, same]).remarks[0].startswith("b − b-base-line, 95 %") and "+0.00 [+0.00" in compare([a, same]).remarks[0]
+    assert (
+        compare([a, same]).remarks[0].startswith("b − b-base-line, 95 %")
+        and "+0.00 [+0.00" in compare([a, same]).remarks[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,15 +254,22 @@ def test_broken_scores_are_refused_with_file_and_task(tmp_path, content, contain
 def test_a_model_whose_tasks_all_failed_is_left_out(tmp_path):
     scores_file(tmp_path / "good", "good", {"STS17": 0.5})
     broken = scores_file(tmp_path / "broken", "broken", {}) / "scores.json"
-    broken.write_text(json.dumps({"model": "broken", "about": {}, "tasks": {}, "errors": {"STS17": "no gold"}}))
+    broken.write_text(
+        json.dumps({"model": "broken", "about": {}, "tasks": {}, "errors": {"STS17": "no gold"}})
+    )
     comparison = compare(tmp_path)
     assert list(comparison.ours) == ["good"]
-    assert {"Left out, because all its tasks failed: broken", "Failed here, STS17: no gold"} <= set(comparison.remarks)
+    assert {"Left out, because all its tasks failed: broken", "Failed here, STS17: no gold"} <= set(
+        comparison.remarks
+    )
     with pytest.raises(InputError, match="every task of every model failed"):
         compare(broken)
 
 
-@pytest.mark.parametrize("content", ["[]", '{"STS17": {}}', '{"STS17": 3}', "{", '{"STS17": {"key": "k", "scores": {"a": "b"}}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '{"STS17": {}}', '{"STS17": 3}', "{", '{"STS17": {"key": "k", "scores": {"a": "b"}}}'],
+)
 def test_a_broken_queries_file_is_named_and_its_removal_helps(tmp_path, content):
     beside = scores_file(tmp_path / "m", "m", {"STS17": 0.5}) / "queries.json"
     beside.write_text(content)
@@ -238,7 +282,9 @@ def test_a_broken_queries_file_is_named_and_its_removal_helps(tmp_path, content)
 def test_nothing_in_common_with_the_paper(tmp_path):
     scores_file(tmp_path, "m", {"Own": 0.5})
     comparison = compare(tmp_path)
-    assert "average" not in str(comparison).split("Points.")[0] and "in no average: Own" in str(comparison)
+    assert "average" not in str(comparison).split("Points.")[0] and "in no average: Own" in str(
+        comparison
+    )
     for form in ("md", "html", "tex", "csv"):
         assert "Own" in comparison.render(form)
 
@@ -247,11 +293,17 @@ def test_bootstrap_of_many_queries_needs_little_memory():
     rng = np.random.default_rng(0)
     a = rng.random(20_000)
     found = paired_bootstrap(a + 0.01, a, samples=200)
-    assert found.difference == pytest.approx(0.01) and found.verdict == "ahead" and found.p == pytest.approx(2 / 201)
+    assert (
+        found.difference == pytest.approx(0.01)
+        and found.verdict == "ahead"
+        and found.p == pytest.approx(2 / 201)
+    )
 
 
 def seeded_run(folder, name, seed, better, steps=4):
-    """Scores and figures of queries of one run, and its recipe beside them; runs of one recipe with other seeds are one model."""
+    """Scores and figures of queries of one run, and its recipe beside them; runs of one recipe with
+    other seeds are one model.
+    """
     folder = scores_file(folder / f"{name}-{seed}", name, {"SciFact": 0.5})
     (folder / "recipe.toml").write_text(f'name = "{name}"\nseed = {seed}\nsteps = {steps}\n')
     found = json.loads((folder / "scores.json").read_text())
@@ -268,13 +320,28 @@ def test_a_verdict_takes_seeds(tmp_path, seeds, verdict):
     runs = [seeded_run(tmp_path, "plain", seed, 0.0) for seed in range(seeds)]
     runs += [seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in reversed(range(seeds))]
     (row,) = query_differences(runs).itertuples()
-    assert (row.model, row.than, row.seeds, row.queries, row.verdict) == ("better", "plain", seeds, 20, verdict)
+    assert (row.model, row.than, row.seeds, row.queries, row.verdict) == (
+        "better",
+        "plain",
+        seeds,
+        20,
+        verdict,
+    )
     assert row.points == pytest.approx(20, abs=3)
     (told,) = (remark for remark in compare(runs).remarks if remark.startswith("better − plain"))
-    words = {1: "one run an arm: runs of this size differ by about ±", 5: "5 seeds cannot give p of 0.05 or less", 6: "better is ahead"}
-    assert words[seeds] in told and (verdict != "open" or not any(word in told for word in ("ahead", "behind", "told from noise")))
+    words = {
+        1: "one run an arm: runs of this size differ by about ±",
+        5: "5 seeds cannot give p of 0.05 or less",
+        6: "better is ahead",
+    }
+    assert words[seeds] in told and (
+        verdict != "open"
+        or not any(word in told for word in ("ahead", "behind", "told from noise"))
+    )
 
 
 def test_runs_without_a_common_seed_are_not_compared(tmp_path):
-    runs = [seeded_run(tmp_path, "plain", seed, 0.0) for seed in (1, 2)] + [seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in (3, 4)]
+    runs = [seeded_run(tmp_path, "plain", seed, 0.0) for seed in (1, 2)] + [
+        seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in (3, 4)
+    ]
     assert not len(query_differences(runs)) and "share no seed" in " ".join(compare(runs).remarks)

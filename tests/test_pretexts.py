@@ -1,4 +1,6 @@
-"""The other pretexts from recipe to saved model: every objective and option trains, resumes, and is read back as it was trained."""
+"""The other pretexts from recipe to saved model: every objective and option trains, resumes, and is
+read back as it was trained.
+"""
 
 import json
 import shutil
@@ -24,19 +26,41 @@ from anchor_embedding.train.recipe import Pipeline, Pooling, Recipe, load_recipe
 
 warnings.simplefilter("ignore", FutureWarning)
 WORDS = PROSE.split()
-PAIRS = [Example(" ".join(WORDS[i : i + 5]), " ".join(WORDS[i + 5 : i + 17])) for i in range(0, 72, 3)]
+PAIRS = [
+    Example(" ".join(WORDS[i : i + 5]), " ".join(WORDS[i + 5 : i + 17])) for i in range(0, 72, 3)
+]
 STAGE_1_OPTIONS = dict(
     target_tokens=8, first_tokens=3, first_weight=2.0, input_dropout=0.4, anchor_gradient=2.0
 )
 CASES = {
     "itself": dict(objective="reconstruction", target="itself"),
-    "options": dict(objective="contrasted_reconstruction", contrastive_weight=0.5, contrastive_temperature=0.1, **STAGE_1_OPTIONS),
+    "options": dict(
+        objective="contrasted_reconstruction",
+        contrastive_weight=0.5,
+        contrastive_temperature=0.1,
+        **STAGE_1_OPTIONS,
+    ),
     "llama2vec": dict(objective="bag_of_tokens"),
     "mntp": dict(objective="mntp", attention="bidirectional", pooling="mean", mask_token="a"),
-    "mntp with LoRA": dict(objective="mntp", attention="bidirectional", pooling="mean", mask_token="a", tuning="lora", lora_rank=4),
-    "llm2vec": dict(objective="contrastive", attention="bidirectional", pooling="mean", tuning="lora", lora_rank=4),
+    "mntp with LoRA": dict(
+        objective="mntp",
+        attention="bidirectional",
+        pooling="mean",
+        mask_token="a",
+        tuning="lora",
+        lora_rank=4,
+    ),
+    "llm2vec": dict(
+        objective="contrastive",
+        attention="bidirectional",
+        pooling="mean",
+        tuning="lora",
+        lora_rank=4,
+    ),
     "echo": dict(objective="contrastive", pooling="echo_mean", tuning="lora", lora_rank=4),
-    "bidirectional anchors": dict(objective="reconstruction", attention="bidirectional", pooling="echo_eos"),
+    "bidirectional anchors": dict(
+        objective="reconstruction", attention="bidirectional", pooling="echo_eos"
+    ),
 }
 
 
@@ -53,8 +77,26 @@ def base(tmp_path_factory):
 
 
 def recipe(base, case, **changes):
-    settings = dict(name="case", base=base, data="-", steps=6, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40)
-    return Recipe(**{**settings, "dtype": "float32", "checkpoint_every": 3, "token_budget": 150, **CASES[case], **changes})
+    settings = dict(
+        name="case",
+        base=base,
+        data="-",
+        steps=6,
+        batch_size=8,
+        warmup_steps=1,
+        learning_rate=1e-2,
+        max_length=40,
+    )
+    return Recipe(
+        **{
+            **settings,
+            "dtype": "float32",
+            "checkpoint_every": 3,
+            "token_budget": 150,
+            **CASES[case],
+            **changes,
+        }
+    )
 
 
 def test_choices_are_what_the_code_has():
@@ -65,17 +107,23 @@ def test_choices_are_what_the_code_has():
 def test_trains_resumes_and_is_read_back(base, case, tmp_path):
     stage = recipe(base, case)
     final = train(stage, tmp_path / "whole", PAIRS, progress=False, say=quiet)
-    metrics = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     if case not in ("options", "mntp") and stage.tuning == "full":  # the others draw
-        assert dry_run(stage, PAIRS, say=quiet)["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-4)
+        assert dry_run(stage, PAIRS, say=quiet)["loss"] == pytest.approx(
+            metrics[0]["loss"], rel=1e-4
+        )
 
     settings = json.loads((final / "anchor_embedding.json").read_text())
     assert (settings["attention"], settings["pooling"]) == (stage.attention, stage.pooling)
     loaded = Embedder.from_pretrained(final, dtype="float32", device="cpu")
     vectors = loaded.encode([pair.query for pair in PAIRS])
     assert loaded.decoder.attention == stage.attention and np.isfinite(vectors).all()
-    other = Embedder.from_pretrained(final, dtype="float32", device="cpu", attention="causal", pooling="eos")
+    other = Embedder.from_pretrained(
+        final, dtype="float32", device="cpu", attention="causal", pooling="eos"
+    )
     if (stage.attention, stage.pooling) != ("causal", "eos"):
         assert np.abs(vectors - other.encode([pair.query for pair in PAIRS])).max() > 0.01
     if stage.attention == "bidirectional":
@@ -88,16 +136,24 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
 @pytest.mark.parametrize("case", ["options", "mntp"])
 def test_resumed_equals_uninterrupted(base, case, tmp_path):
     stage = recipe(base, case)
-    whole = load_file(train(stage, tmp_path / "whole", PAIRS, progress=False, say=quiet) / "model.safetensors")
+    whole = load_file(
+        train(stage, tmp_path / "whole", PAIRS, progress=False, say=quiet) / "model.safetensors"
+    )
     train(stage, tmp_path / "part", PAIRS, progress=False, say=quiet)
     for name in ("final", "step-000006"):
         shutil.rmtree(tmp_path / "part" / name)
-    resumed = load_file(train(stage, tmp_path / "part", PAIRS, resume=True, progress=False, say=quiet) / "model.safetensors")
+    resumed = load_file(
+        train(stage, tmp_path / "part", PAIRS, resume=True, progress=False, say=quiet)
+        / "model.safetensors"
+    )
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_what_cannot_be_is_refused(base):
-    with pytest.raises(InputError, match="needs 1199 positions, LlamaForCausalLM has 1024; set max_length to at most 512"):
+    with pytest.raises(
+        InputError,
+        match="needs 1199 positions, LlamaForCausalLM has 1024; set max_length to at most 512",
+    ):
         prepare_embedder(recipe(base, "echo", max_length=600), torch.device("cpu"), say=quiet)
     embedder, _ = prepare_embedder(recipe(base, "mntp"), torch.device("cpu"), say=quiet)
     with pytest.raises(InputError, match="mask_token 'the ship sails' is"):
@@ -105,27 +161,63 @@ def test_what_cannot_be_is_refused(base):
 
 
 def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
-    """The shipped pipeline of pretexts and GIRCSE, two steps a stage, from runs to findings and plots."""
+    """The shipped pipeline of pretexts and GIRCSE, two steps a stage, from runs to findings and
+    plots.
+    """
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"query": pair.query, "positive": pair.positive}) + "\n" for pair in PAIRS[::4]))
-    small = [f"base={base}", f"data={data}", "batch_size=2", "max_length=40", "steps=2", "warmup_steps=1", "evaluation.every=2", "evaluation.pairs=3"]
-    pipeline = load_recipe("smollm2-135m/pretexts", [*small, "mntp.mask_token=a", "auto_reconstruction.anchor_gain_every=1"])
+    data.write_text(
+        "".join(
+            json.dumps({"query": pair.query, "positive": pair.positive}) + "\n"
+            for pair in PAIRS[::4]
+        )
+    )
+    small = [
+        f"base={base}",
+        f"data={data}",
+        "batch_size=2",
+        "max_length=40",
+        "steps=2",
+        "warmup_steps=1",
+        "evaluation.every=2",
+        "evaluation.pairs=3",
+    ]
+    pipeline = load_recipe(
+        "smollm2-135m/pretexts",
+        [*small, "mntp.mask_token=a", "auto_reconstruction.anchor_gain_every=1"],
+    )
     gircse = load_recipe("smollm2-135m/gircse", [*small[:-2], "refine_steps=2"])
     pipeline = Pipeline(
-        name="every", stages={**pipeline.stages, "gircse": gircse}, arms={**pipeline.arms, "gircse": ("gircse",)}, evaluation=pipeline.evaluation
+        name="every",
+        stages={**pipeline.stages, "gircse": gircse},
+        arms={**pipeline.arms, "gircse": ("gircse",)},
+        evaluation=pipeline.evaluation,
     )
     report = run_pipeline(pipeline, tmp_path / "out", progress=False, say=quiet)
     told = "\n".join(report["findings"])
     for arm, name in [("anchor/reconstruction", "reconstruction"), ("itself/auto_reconstruction", "reconstruction"),
                       ("llama2vec/bag_of_tokens", "bag of tokens"), ("llm2vec/mntp", "masked next-token prediction")]:  # fmt: skip
         assert f"{arm}: the {name} loss went from" in told
-    assert "(Q2Q) and" in told and "(D2D) nats per token" in told and told.count("loss went from") == 4
+    assert (
+        "(Q2Q) and" in told and "(D2D) nats per token" in told and told.count("loss went from") == 4
+    )
     assert "Stage I saw 4 pairs here" in told
-    assert {"mntp", "loss"} <= report["losses"]["llm2vec/mntp"][0].keys() and "first_infonce" in report["losses"]["gircse/gircse"][0]
+    assert {"mntp", "loss"} <= report["losses"]["llm2vec/mntp"][
+        0
+    ].keys() and "first_infonce" in report["losses"]["gircse/gircse"][0]
     titles = {axes.get_title(loc="left") for axes in plot_losses(report).axes}
-    assert {"contrastive (InfoNCE)", "mntp (masked next-token prediction)", "bag_of_tokens (bag of tokens)"} <= titles
-    assert "gircse (refinement: mean InfoNCE of all steps)" in titles and len(plot_anchor_gain(report).axes[0].lines) == 3
-    assert titles == {axes.get_title(loc="left") for axes in plot_losses(report | {"card": {}}).axes}  # the terms alone tell too
+    assert {
+        "contrastive (InfoNCE)",
+        "mntp (masked next-token prediction)",
+        "bag_of_tokens (bag of tokens)",
+    } <= titles
+    assert (
+        "gircse (refinement: mean InfoNCE of all steps)" in titles
+        and len(plot_anchor_gain(report).axes[0].lines) == 3
+    )
+    # the terms alone tell too
+    assert titles == {
+        axes.get_title(loc="left") for axes in plot_losses(report | {"card": {}}).axes
+    }
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

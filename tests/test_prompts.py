@@ -1,4 +1,6 @@
-"""A model is asked as it was trained: with what instructions, in what wording, and whoever asks otherwise is told."""
+"""A model is asked as it was trained: with what instructions, in what wording, and whoever asks
+otherwise is told.
+"""
 
 import json
 from pathlib import Path
@@ -12,37 +14,70 @@ from anchor_embedding.evaluate.paper import compare
 
 WORDS = PROSE.split()
 STS = "Retrieve semantically similar text"  # Table 13; mteb has a full stop behind it
-TRAINED, RELEASED = "Instruct: {instruction}\nQuery: {text}", "{instruction}: {text}"
+TRAINED = "Instruct: {instruction}\nQuery: {text}"
+RELEASED = "{instruction}: {text}"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Pairs to train on, a table of instructions, and three tasks: one of mteb's, two of one's own."""
     folder = tmp_path_factory.mktemp("place")
-    rows = [{"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])} for i in range(0, 80, 2)]
+    rows = [
+        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        for i in range(0, 80, 2)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "own.csv").write_text("dataset,instruction,symmetric\npairs,Find the next words,0\nmine,Find mine,1\n")
+    (folder / "own.csv").write_text(
+        "dataset,instruction,symmetric\npairs,Find the next words,0\nmine,Find mine,1\n"
+    )
     for name in ("STS17", "Mine", "Told"):
         task = folder / "tasks" / "sts" / name
         task.mkdir(parents=True)
-        texts = [(f"{name} {' '.join(WORDS[i : i + 6])}", f"{name} {' '.join(WORDS[i + i % 5 : i + 6])}") for i in range(12)]
-        scored = [{"sentence1": one, "sentence2": other, "score": float(i % 5)} for i, (one, other) in enumerate(texts)]
+        texts = [
+            (f"{name} {' '.join(WORDS[i : i + 6])}", f"{name} {' '.join(WORDS[i + i % 5 : i + 6])}")
+            for i in range(12)
+        ]
+        scored = [
+            {"sentence1": one, "sentence2": other, "score": float(i % 5)}
+            for i, (one, other) in enumerate(texts)
+        ]
         (task / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
-    (folder / "tasks" / "sts" / "Told" / "meta.json").write_text('{"instruction": "Find what is told"}')
+    (folder / "tasks" / "sts" / "Told" / "meta.json").write_text(
+        '{"instruction": "Find what is told"}'
+    )
     return folder
 
 
 def train(base, place, out, instructions, *more):
-    small = [f"base={base}", f"data={place / 'pairs.jsonl'}", "batch_size=8", "max_length=40", "steps=1", "dtype=float32", "hard_negatives=0"]
+    small = [
+        f"base={base}",
+        f"data={place / 'pairs.jsonl'}",
+        "batch_size=8",
+        "max_length=40",
+        "steps=1",
+        "dtype=float32",
+        "hard_negatives=0",
+    ]
     given = [*small, f"instructions={instructions}", *more]
-    return ["train", "stage2", *[word for item in given for word in ("--set", item)], "--out", str(out)]
+    return [
+        "train",
+        "stage2",
+        *[word for item in given for word in ("--set", item)],
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.fixture(scope="module")
 def runs(base, place, tmp_path_factory):
     """A run for every way to train, by its name."""
     folder = tmp_path_factory.mktemp("runs")
-    ways = {"none": "none", "paper": "paper", "as_released": "as_released", "file": str(place / "own.csv")}
+    ways = {
+        "none": "none",
+        "paper": "paper",
+        "as_released": "as_released",
+        "file": str(place / "own.csv"),
+    }
     prompt = {"as_released": ["prompt={instruction}; {text}"]}
     for name, instructions in ways.items():
         assert main(train(base, place, folder / name, instructions, *prompt.get(name, []))) == 0
@@ -51,8 +86,11 @@ def runs(base, place, tmp_path_factory):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the model is asked, in order: (task, instruction, wording); the task is the first word of its texts."""
-    found, encode = [], Embedder.encode
+    """What the model is asked, in order: (task, instruction, wording); the task is the first word
+    of its texts.
+    """
+    found = []
+    encode = Embedder.encode
 
     def listening(self, texts, instruction=None, *args, **options):
         found.append((texts[0].split()[0], instruction, self.tokenizer.prompt))
@@ -74,8 +112,16 @@ def told(asked, *words):
 
 ASKED = {
     "none": {"STS17": (None, TRAINED), "Mine": (None, TRAINED), "Told": (None, TRAINED)},
-    "paper": {"STS17": (STS, TRAINED), "Mine": (None, TRAINED), "Told": ("Find what is told", TRAINED)},
-    "as_released": {"STS17": (STS, RELEASED), "Mine": (None, RELEASED), "Told": ("Find what is told", RELEASED)},
+    "paper": {
+        "STS17": (STS, TRAINED),
+        "Mine": (None, TRAINED),
+        "Told": ("Find what is told", TRAINED),
+    },
+    "as_released": {
+        "STS17": (STS, RELEASED),
+        "Mine": (None, RELEASED),
+        "Told": ("Find what is told", RELEASED),
+    },
     "file": {"STS17": (None, TRAINED), "Mine": ("Find mine", TRAINED), "Told": (None, TRAINED)},
 }
 
@@ -96,7 +142,11 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
 def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, tmp_path, capsys):
     """And a task of one's own gets those of its kind only from who asks for them."""
     words = ("eval", base, "--data-dir", place / "tasks", "--out", tmp_path)
-    assert told(asked, *words) == {"STS17": (STS + ".", TRAINED), "Mine": (None, TRAINED), "Told": ("Find what is told", TRAINED)}
+    assert told(asked, *words) == {
+        "STS17": (STS + ".", TRAINED),
+        "Mine": (None, TRAINED),
+        "Told": ("Find what is told", TRAINED),
+    }
     assert "nothing tells what it was trained with" in capsys.readouterr().err.splitlines()[0]
     found = told(asked, *words, "--prompts", "mteb")
     assert found["Mine"] == (STS + ".", TRAINED)
@@ -111,16 +161,26 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
     capsys.readouterr()
     assert told(asked, *words, "--prompts", "paper")["STS17"] == (STS, TRAINED)
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("== none: asked with prompts = paper, but trained with instructions = none"), first
+    assert first.startswith(
+        "== none: asked with prompts = paper, but trained with instructions = none"
+    ), first
     other = tmp_path / "none-paper-64-float32" / "scores.json"
     about = json.loads(other.read_text())["about"]
-    assert (about["prompts"], about["trained_with"], about["as_trained"]) == ("paper", "none", False)
+    assert (about["prompts"], about["trained_with"], about["as_trained"]) == (
+        "paper",
+        "none",
+        False,
+    )
     assert (tmp_path / "none-64-float32" / "scores.json").read_bytes() == before
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "none-64-float32"), str(other)]) == 0
     shown = capsys.readouterr().out
-    assert "Asked with prompts paper though trained with instructions none" in shown and "none-paper-64-float32" in shown
-    assert told(asked, *words, "--prompts", "none") == {}  # asked by name, as it was trained: all is there
+    assert (
+        "Asked with prompts paper though trained with instructions none" in shown
+        and "none-paper-64-float32" in shown
+    )
+    # asked by name, as it was trained: all is there
+    assert told(asked, *words, "--prompts", "none") == {}
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("none")) == [
         "none-64-float32", "none-paper-64-float32"]  # fmt: skip
 
@@ -131,15 +191,29 @@ def test_the_instructions_go_where_the_model_goes(runs, place, asked, tmp_path, 
     assert main(["export", str(runs / name), str(tmp_path / "exported")]) == 0
     (place / "own.csv").rename(place / "moved.csv")
     try:
-        found = told(asked, "eval", tmp_path / "exported", "--data-dir", place / "tasks", "--out", tmp_path / "scores")
+        found = told(
+            asked,
+            "eval",
+            tmp_path / "exported",
+            "--data-dir",
+            place / "tasks",
+            "--out",
+            tmp_path / "scores",
+        )
     finally:
         (place / "moved.csv").rename(place / "own.csv")
     assert found == ASKED[name]
     Embedder.from_pretrained(runs / name, dtype="float32").save_pretrained(tmp_path / "again")
-    settings = [json.loads((folder / SETTINGS_FILE).read_text()) for folder in (runs / name / "final", tmp_path / "exported", tmp_path / "again")]
+    settings = [
+        json.loads((folder / SETTINGS_FILE).read_text())
+        for folder in (runs / name / "final", tmp_path / "exported", tmp_path / "again")
+    ]
     assert settings[0]["instructions"] == settings[1]["instructions"] == settings[2]["instructions"]
     assert main(train(runs / name, place, tmp_path / "next", "paper")) == 0
-    assert json.loads((tmp_path / "next" / "final" / SETTINGS_FILE).read_text())["instructions"] == "paper"
+    assert (
+        json.loads((tmp_path / "next" / "final" / SETTINGS_FILE).read_text())["instructions"]
+        == "paper"
+    )
 
 
 @pytest.mark.parametrize("name", ["none", "paper"])
@@ -148,12 +222,45 @@ def test_scores_in_training_are_asked_as_it_trains(base, place, asked, tmp_path,
     assert main([*words, "--eval-tasks", "STS17", "--data-dir", str(place / "tasks")]) == 0
     assert set(asked) == {("STS17", *ASKED[name]["STS17"])}
     asked.clear()
-    assert main(["sweep", str(tmp_path / "run"), "--tasks", "STS17", "--data-dir", str(place / "tasks"), "--prompts", name]) == 0
+    assert (
+        main(
+            [
+                "sweep",
+                str(tmp_path / "run"),
+                "--tasks",
+                "STS17",
+                "--data-dir",
+                str(place / "tasks"),
+                "--prompts",
+                name,
+            ]
+        )
+        == 0
+    )
     assert set(asked) == {("STS17", *ASKED[name]["STS17"])}
-    lines = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()
+    ]
     assert all("prompts" not in line for line in lines)
-    assert main(["sweep", str(tmp_path / "run"), "--tasks", "STS17", "--data-dir", str(place / "tasks"), "--prompts", "as_released"]) == 0
-    assert json.loads((tmp_path / "run" / "evals.jsonl").read_text().splitlines()[-1])["prompts"] == "as_released"
+    assert (
+        main(
+            [
+                "sweep",
+                str(tmp_path / "run"),
+                "--tasks",
+                "STS17",
+                "--data-dir",
+                str(place / "tasks"),
+                "--prompts",
+                "as_released",
+            ]
+        )
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "run" / "evals.jsonl").read_text().splitlines()[-1])["prompts"]
+        == "as_released"
+    )
 
 
 def test_settings_that_make_no_sense_are_refused(runs, place, tmp_path, capsys):
@@ -161,13 +268,33 @@ def test_settings_that_make_no_sense_are_refused(runs, place, tmp_path, capsys):
     path = tmp_path / "model" / SETTINGS_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"instructions": "some"}))
     capsys.readouterr()
-    assert main(["eval", str(tmp_path / "model"), "--data-dir", str(place / "tasks"), "--out", str(tmp_path / "out")]) == 2
-    assert "instructions = 'some', which is not known here; save it again" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "eval",
+                str(tmp_path / "model"),
+                "--data-dir",
+                str(place / "tasks"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        "instructions = 'some', which is not known here; save it again" in capsys.readouterr().err
+    )
 
 
 def asked_otherwise(record):
-    """Whether a record has task scores that were made with instructions unlike the training's, or does not say with which."""
-    models = [model["about"] for model in dict(record.get("models", {})).values() if "recipe" in model.get("about", {})]
+    """Whether a record has task scores that were made with instructions unlike the training's, or
+    does not say with which.
+    """
+    models = [
+        model["about"]
+        for model in dict(record.get("models", {})).values()
+        if "recipe" in model.get("about", {})
+    ]
     runs = record["runs"].values() if isinstance(record.get("runs"), dict) else ()
     lines = [line for run in runs if isinstance(run, dict) for line in run.get("evals", [])]
     return any(about["prompts"] != about["recipe"]["instructions"] for about in models) or (
@@ -176,15 +303,33 @@ def asked_otherwise(record):
 
 
 def test_older_figures_are_shown_with_a_mark():
-    """A page that shows scores of tasks which a model was asked otherwise than it was trained says so."""
+    """A page that shows scores of tasks which a model was asked otherwise than it was trained says
+    so.
+    """
     notebooks = Path(__file__).parent.parent / "nbs"
-    records = {path.name: json.loads(path.read_text()) for path in (notebooks / "results").glob("*.json")}
-    older = {name for name, record in records.items() if isinstance(record, dict) and asked_otherwise(record)}
+    records = {
+        path.name: json.loads(path.read_text()) for path in (notebooks / "results").glob("*.json")
+    }
+    older = {
+        name
+        for name, record in records.items()
+        if isinstance(record, dict) and asked_otherwise(record)
+    }
     for path in notebooks.glob("experiments/*.ipynb"):
         page = "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
-        shows = {name for name in older if name in page and ("mean_over_tasks(" in page or "compare(" in page)}
-        assert not shows or "made with instructions that the models were not trained with" in page, (path.name, shows)
+        shows = {
+            name
+            for name in older
+            if name in page and ("mean_over_tasks(" in page or "compare(" in page)
+        }
+        assert (
+            not shows or "made with instructions that the models were not trained with" in page
+        ), (path.name, shows)
     for name in older & {"mteb_smollm2.json"}:
         remarks = compare(records[name]["models"]).remarks
-        marked = {remark.split(": ")[-1] for remark in remarks if remark.startswith("Asked with prompts paper though")}
+        marked = {
+            remark.split(": ")[-1]
+            for remark in remarks
+            if remark.startswith("Asked with prompts paper though")
+        }
         assert marked == {"baseline-128", "anchor-128"}

@@ -1,4 +1,6 @@
-"""The main job, shortened: both arms on a tiny base and docstring pairs; the real one runs on SmolLM2."""
+"""The main job, shortened: both arms on a tiny base and docstring pairs; the real one runs on
+SmolLM2.
+"""
 
 import json
 import re
@@ -16,7 +18,17 @@ METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
 
 
 def pipeline(base, *more):
-    return load_recipe("quickstart", [f"base={base}", "steps=4", "batch_size=8", "evaluation.pairs=40", "evaluation.every=2", *more])
+    return load_recipe(
+        "quickstart",
+        [
+            f"base={base}",
+            "steps=4",
+            "batch_size=8",
+            "evaluation.pairs=40",
+            "evaluation.every=2",
+            *more,
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +41,46 @@ def test_report_has_what_it_promises(finished):
     out, returned = finished
     report = json.loads((out / "report.json").read_text())
     assert report == json.loads(json.dumps(returned))
-    assert {"arms", "base", "bm25", "seconds", "tokens_per_second", "losses", "examples", "card", "findings"} <= report.keys()
+    assert {
+        "arms",
+        "base",
+        "bm25",
+        "seconds",
+        "tokens_per_second",
+        "losses",
+        "examples",
+        "card",
+        "findings",
+    } <= report.keys()
     for arm in ("baseline", "anchor"):
         assert [row["step"] for row in report["arms"][arm]] == [0, 2, 4]
         assert all(METRICS <= row.keys() for row in report["arms"][arm])
     assert METRICS <= report["base"].keys() and METRICS <= report["bm25"].keys()
-    assert report["base"] == {k: v for k, v in report["arms"]["baseline"][0].items() if k not in ("step", "seconds")}
+    assert report["base"] == {
+        k: v for k, v in report["arms"]["baseline"][0].items() if k not in ("step", "seconds")
+    }
     assert report["losses"].keys() == {"baseline/stage2", "anchor/stage1", "anchor/stage2"}
     assert all(len(rows) == 4 for rows in report["losses"].values())
-    assert {"anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"} <= report["losses"]["anchor/stage1"][0].keys()
-    assert len(report["examples"]) == 5 and all(len(h) == 3 for e in report["examples"] for h in e["hits"].values())
+    assert {"anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"} <= report["losses"][
+        "anchor/stage1"
+    ][0].keys()
+    assert len(report["examples"]) == 5 and all(
+        len(h) == 3 for e in report["examples"] for h in e["hits"].values()
+    )
 
 
 def test_arms_meet_the_same_batches_and_negatives(finished):
     out, _ = finished
-    cards = [json.loads((out / "runs" / f"{arm}-stage2" / "card.json").read_text()) for arm in ("baseline", "anchor")]
+    cards = [
+        json.loads((out / "runs" / f"{arm}-stage2" / "card.json").read_text())
+        for arm in ("baseline", "anchor")
+    ]
     assert cards[0]["fingerprint"] == cards[1]["fingerprint"]
     assert cards[0]["negatives_pool"] == cards[1]["negatives_pool"]
-    lines = [(out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines() for arm in ("baseline", "anchor")]
+    lines = [
+        (out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines()
+        for arm in ("baseline", "anchor")
+    ]
     for key in ("tokens", "candidates", "lr"):
         values = [[json.loads(line)[key] for line in part] for part in lines]
         assert values[0] == values[1], key
@@ -55,7 +89,9 @@ def test_arms_meet_the_same_batches_and_negatives(finished):
 def test_models_load_and_give_the_reported_figures(finished):
     out, _ = finished
     for arm in ("baseline", "anchor"):
-        vectors = Embedder.from_pretrained(out / arm, dtype="float32").encode(["what holds the ship", "the anchor"])
+        vectors = Embedder.from_pretrained(out / arm, dtype="float32").encode(
+            ["what holds the ship", "the anchor"]
+        )
         assert vectors.shape == (2, 32)
     assert not (out / "runs" / "anchor-stage2" / "final").exists()
 
@@ -71,7 +107,9 @@ def test_no_heldout_text_is_trained_on(finished):
     pairs = docstring_pairs()
     assert set(report["card"]["heldout_packages"]) == set(pairs.heldout_packages)
     trained = {text for pair in pairs.train for text in (pair.query, pair.positive)}
-    assert not trained & {text for example in report["examples"] for text in (example["query"], example["positive"])}
+    assert not trained & {
+        text for example in report["examples"] for text in (example["query"], example["positive"])
+    }
 
 
 def test_a_finished_folder_is_not_overwritten(base, finished):
@@ -88,17 +126,32 @@ def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
         (copy / name).unlink()
     shutil.rmtree(copy / "anchor")  # stopped in the last stage of the second arm
     with pytest.raises(InputError, match="other settings"):
-        run_pipeline(pipeline(base, "stage1.alpha=0.5"), copy, progress=False, say=lambda text: None)
+        run_pipeline(
+            pipeline(base, "stage1.alpha=0.5"), copy, progress=False, say=lambda text: None
+        )
     again = run_pipeline(small, copy, progress=False, say=lambda text: None)
     for arm, rows in report["arms"].items():
         for row, other in zip(rows, again["arms"][arm], strict=True):
-            assert {k: v for k, v in row.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+            assert {k: v for k, v in row.items() if k != "seconds"} == {
+                k: v for k, v in other.items() if k != "seconds"
+            }
 
 
 def test_own_pairs_instead_of_docstrings(base, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"query": f"question {i} about anchors", "positive": f"answer {i * i}"}) + "\n" for i in range(60)))
-    report = run_pipeline(pipeline(base, f"data={path}", "steps=2"), tmp_path / "out", progress=False, say=lambda text: None)
+    path.write_text(
+        "".join(
+            json.dumps({"query": f"question {i} about anchors", "positive": f"answer {i * i}"})
+            + "\n"
+            for i in range(60)
+        )
+    )
+    report = run_pipeline(
+        pipeline(base, f"data={path}", "steps=2"),
+        tmp_path / "out",
+        progress=False,
+        say=lambda text: None,
+    )
     assert report["card"]["counts"] == {"train": 30, "heldout": 30}
 
 
@@ -106,14 +159,39 @@ def test_seeds_are_paired_and_told_in_the_report(base, tmp_path):
     small = pipeline(base, "steps=2")
     report = run_pipeline(small, tmp_path / "out", progress=False, say=lambda text: None, seeds=2)
     assert report["seeds"] == [42, 43] and [*report["by_seed"]] == ["42", "43"]
-    lines = lambda seed, arm: (tmp_path / "out" / seed / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines()
-    tokens = {(seed, arm): [json.loads(line)["tokens"] for line in lines(seed, arm)] for seed in ("", "seed-43") for arm in ("baseline", "anchor")}
-    assert tokens["", "anchor"] == tokens["", "baseline"] != tokens["seed-43", "baseline"] == tokens["seed-43", "anchor"]
-    assert report["findings"][0].startswith("No verdict on the arm with Stage I: the mean nDCG@10") and "2 seeds cannot" in report["findings"][0]
+
+    def lines(seed, arm):
+        return (
+            (tmp_path / "out" / seed / "runs" / f"{arm}-stage2" / "metrics.jsonl")
+            .read_text()
+            .splitlines()
+        )
+
+    tokens = {
+        (seed, arm): [json.loads(line)["tokens"] for line in lines(seed, arm)]
+        for seed in ("", "seed-43")
+        for arm in ("baseline", "anchor")
+    }
+    assert (
+        tokens["", "anchor"]
+        == tokens["", "baseline"]
+        != tokens["seed-43", "baseline"]
+        == tokens["seed-43", "anchor"]
+    )
+    assert (
+        report["findings"][0].startswith("No verdict on the arm with Stage I: the mean nDCG@10")
+        and "2 seeds cannot" in report["findings"][0]
+    )
     assert "2 seeds cannot" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_one_run_gives_no_verdict(finished):
     said = " ".join(finished[1]["findings"][:4])
-    assert said.startswith("No verdict on the arm with Stage I") and "one run an arm: runs of this size differ by about ±" in said
-    assert not any(word in said for word in ("helps", "hurts", "ahead", "behind", "told from noise", "above it", "below it"))
+    assert (
+        said.startswith("No verdict on the arm with Stage I")
+        and "one run an arm: runs of this size differ by about ±" in said
+    )
+    assert not any(
+        word in said
+        for word in ("helps", "hurts", "ahead", "behind", "told from noise", "above it", "below it")
+    )

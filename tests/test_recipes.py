@@ -1,4 +1,6 @@
-"""The shipped recipes hold the numbers of the paper and of its released configurations, written here once more."""
+"""The shipped recipes hold the numbers of the paper and of its released configurations, written
+here once more.
+"""
 
 import socket
 import tomllib
@@ -27,7 +29,8 @@ BASES = {
 ALL = {name: load_recipe(name) for name in shipped_recipes()}
 STAGES = {name: recipe for name, recipe in ALL.items() if isinstance(recipe, Recipe)}
 
-# sections 4.1 and A.2; warm-up, dropout and the number of hard negatives from the released configurations
+# sections 4.1 and A.2; warm-up, dropout and the number of hard negatives from the released
+# configurations
 COMMON = dict(batch_size=512, warmup_steps=300, schedule_steps=0, max_length=512, pooling="eos", template="auto", sampling=(),
               weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, max_grad_norm=1.0, seed=42, data="cache/echo-data")  # fmt: skip
 STAGE1 = COMMON | dict(objective="reconstruction", tuning="full", instructions="none", steps=2000, learning_rate=4e-5,
@@ -39,7 +42,8 @@ STAGE2 = COMMON | dict(
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )  # fmt: skip
 
-# the released configurations at 8 devices: pairs a device, accumulated passes; none was released for Mistral
+# the released configurations at 8 devices: pairs a device, accumulated passes; none was released
+# for Mistral
 RELEASED = {
     "llama-3.2-1b": {"stage1": (32, 2), "stage2": (128, 1), "baseline": (64, 1)},
     "qwen2.5-1.5b": {"stage1": (32, 4), "stage2": (128, 1), "baseline": (128, 1)},
@@ -72,9 +76,13 @@ def test_every_stage_of_every_model_is_shipped():
     }
     assert expected | {"stage1", "stage2", "baseline", "quickstart"} <= set(ALL)
     table = recipe_table()
-    assert all(name.rpartition("/")[2] in table for name in ALL) and all(f"\n{model}/\n" in table for model in BASES)
+    assert all(name.rpartition("/")[2] in table for name in ALL) and all(
+        f"\n{model}/\n" in table for model in BASES
+    )
     assert list(ALL)[:4] == ["baseline", "quickstart", "stage1", "stage2"]
-    assert "llama-3.1-8b" not in recipe_table("llama-3.2-1b/") and "stage1_as_released" in recipe_table("llama-3.2-1b/")
+    assert "llama-3.1-8b" not in recipe_table(
+        "llama-3.2-1b/"
+    ) and "stage1_as_released" in recipe_table("llama-3.2-1b/")
 
 
 @pytest.mark.parametrize("model", ["", *BASES])
@@ -93,7 +101,8 @@ def test_numbers_of_the_paper(model):
 @pytest.mark.parametrize("model", BASES)
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "baseline"])
 def test_as_released_differs_from_its_twin_as_stated(model, stage):
-    ours, theirs = ALL[f"{model}/{stage}"], ALL[f"{model}/{stage}_as_released"]
+    ours = ALL[f"{model}/{stage}"]
+    theirs = ALL[f"{model}/{stage}_as_released"]
     pairs, passes = RELEASED[model][stage]
     batch = pairs * passes * 8
     wanted = {
@@ -110,7 +119,9 @@ def test_as_released_differs_from_its_twin_as_stated(model, stage):
     if stage == "stage2":
         wanted["base"] = f"runs/{model}/stage1_as_released/final"
     here = ours.settings()
-    wanted = {key: (here.get(key), value) for key, value in wanted.items() if here.get(key) != value}
+    wanted = {
+        key: (here.get(key), value) for key, value in wanted.items() if here.get(key) != value
+    }
     assert ours.differences(theirs) == wanted
     assert deviations(theirs).keys() == wanted.keys() - {"base"}
 
@@ -121,7 +132,9 @@ def test_share_of_the_peak_rate_at_the_reported_steps():
     for name, recipe in STAGES.items():
         objective = recipe.settings()["objective"]
         if name.endswith("_as_released") and objective != "refinement":
-            left = (recipe.schedule_steps - recipe.steps) / (recipe.schedule_steps - recipe.warmup_steps)
+            left = (recipe.schedule_steps - recipe.steps) / (
+                recipe.schedule_steps - recipe.warmup_steps
+            )
             shares[objective, recipe.batch_size] = round(100 * left)
     assert shares == {
         ("released", 512): 80,
@@ -134,7 +147,10 @@ def test_share_of_the_peak_rate_at_the_reported_steps():
 @pytest.mark.parametrize("name", [name for name in STAGES if STAGES[name].base.startswith("runs/")])
 def test_stage2_starts_from_a_shipped_stage1(name):
     start = ALL[STAGES[name].base.removeprefix("runs/").removesuffix("/final")]
-    assert start.settings()["objective"] != "contrastive" and STAGES[name].settings()["objective"] == "contrastive"
+    assert (
+        start.settings()["objective"] != "contrastive"
+        and STAGES[name].settings()["objective"] == "contrastive"
+    )
 
 
 ABLATIONS = {"only_q2d": 1.0, "only_d2q": 0.0, "alpha_0.5": 0.5, "alpha_0.8": 0.8}  # Tables 3 and 4
@@ -151,11 +167,15 @@ def test_objective_ablations_change_alpha_alone(name):
 
 def test_longer_baseline():
     """Table 5."""
-    assert ALL["llama-3.2-1b/baseline"].differences(ALL["llama-3.2-1b/baseline_3000_steps"]) == {"steps": (1000, 3000)}
+    assert ALL["llama-3.2-1b/baseline"].differences(ALL["llama-3.2-1b/baseline_3000_steps"]) == {
+        "steps": (1000, 3000)
+    }
 
 
 def test_early_stages():
-    """Table 9: both arms of three models, and the two ablated ones of the smallest; every 25 steps up to 125 of the whole schedule."""
+    """Table 9: both arms of three models, and the two ablated ones of the smallest; every 25 steps
+    up to 125 of the whole schedule.
+    """
     early = {name: recipe for name, recipe in STAGES.items() if "/early_" in name}
     arms = {"llama-3.2-1b": ["stage2", "baseline", "only_q2d_stage2", "only_d2q_stage2"],
             "llama-3.2-3b": ["stage2", "baseline"], "llama-3.1-8b": ["stage2", "baseline"]}  # fmt: skip
@@ -174,7 +194,11 @@ def test_training_stages(model):
     """Table 10: each stage alone and both; the untouched model is evaluated with every pipeline."""
     pipeline = ALL[f"{model}/training_stages"]
     assert isinstance(pipeline, Pipeline) and pipeline.base == BASES[model]
-    assert pipeline.arms == {"stage1_alone": ("stage1",), "stage2_alone": ("stage2",), "both": ("stage1", "stage2")}
+    assert pipeline.arms == {
+        "stage1_alone": ("stage1",),
+        "stage2_alone": ("stage2",),
+        "both": ("stage1", "stage2"),
+    }
     for stage, single in {"stage1": "stage1", "stage2": "baseline"}.items():
         assert pipeline.stages[stage].differences(ALL[f"{model}/{single}"]) == {}
 
@@ -199,7 +223,10 @@ def test_every_shipped_recipe_fits_eight_gpus_of_80_gb(name):
 def test_planning_needs_neither_weights_nor_a_network():
     recipe = load_recipe("llama-3.1-8b/stage2")
     refused = OSError("neither is needed")
-    with mock.patch.object(socket, "socket", side_effect=refused), mock.patch("torch.nn.Module.__init__", side_effect=refused):
+    with (
+        mock.patch.object(socket, "socket", side_effect=refused),
+        mock.patch("torch.nn.Module.__init__", side_effect=refused),
+    ):
         assert plan(recipe, 8).tokens.negatives == 1
 
 
@@ -212,8 +239,11 @@ SOFT_TOKENS = dict(objective="refinement", tuning="lora", refine_steps=5, poolin
 
 @pytest.mark.parametrize("model", GIRCSE)
 def test_gircse(model):
-    """The method's own numbers everywhere; everything else is the baseline's, or that of the released code."""
-    ours, released = ALL[f"{model}/gircse"], ALL[f"{model}/gircse_as_released"]
+    """The method's own numbers everywhere; everything else is the baseline's, or that of the
+    released code.
+    """
+    ours = ALL[f"{model}/gircse"]
+    released = ALL[f"{model}/gircse_as_released"]
     assert differing(ours, SOFT_TOKENS | {"base": GIRCSE[model]}) == {}
     as_released = dict(
         base=GIRCSE[model], data="cfli/bge-full-data", template="plain", prompt="Instruct: {instruction}\nQuery:{text}", add_eos=False,
@@ -223,7 +253,9 @@ def test_gircse(model):
     )  # fmt: skip
     assert differing(released, SOFT_TOKENS | as_released) == {}
     if model != "smollm2-135m":
-        same = {**STAGE2, "objective": "refinement"} | {key: SOFT_TOKENS[key] for key in STAGE2 if key in SOFT_TOKENS}
+        same = {**STAGE2, "objective": "refinement"} | {
+            key: SOFT_TOKENS[key] for key in STAGE2 if key in SOFT_TOKENS
+        }
         assert differing(ours, same) == {}
         assert deviations(ours) == {}
     assert "add_eos" in deviations(released) and "refine_steps" not in deviations(released)
@@ -232,7 +264,13 @@ def test_gircse(model):
 @pytest.mark.parametrize("kind", ["mixture", "pause"])
 def test_planned_parameters_of_refinement(kind):
     """Rank 16 on the seven maps of every layer, in millions; the control adds K vectors."""
-    for model, (millions, width) in {"qwen2.5-0.5b": (8.80, 896), "qwen2.5-7b": (40.37, 3584), "mistral-7b": (41.94, 4096)}.items():
+    for model, (millions, width) in {
+        "qwen2.5-0.5b": (8.80, 896),
+        "qwen2.5-7b": (40.37, 3584),
+        "mistral-7b": (41.94, 4096),
+    }.items():
         recipe = ALL[f"{model}/gircse"].replace(soft_token_kind=kind)
-        trained = trained_parameters(recipe, plan(recipe, processes=1).shape) - (5 * width if kind == "pause" else 0)
+        trained = trained_parameters(recipe, plan(recipe, processes=1).shape) - (
+            5 * width if kind == "pause" else 0
+        )
         assert round(trained / 1e6, 2) == millions

@@ -19,7 +19,9 @@ from anchor_embedding.objectives.refinement import SoftTokens
 from anchor_embedding.train.loop import dry_run, train
 from anchor_embedding.train.recipe import Recipe
 
-EXAMPLES = [Example(query, positive, tuple(negatives), "pairs") for query, positive, negatives in PAIRS]
+EXAMPLES = [
+    Example(query, positive, tuple(negatives), "pairs") for query, positive, negatives in PAIRS
+]
 TEXTS = ["The anchor holds the ship.", "", "A query asks in a few words. " * 20, "錨は船を支える。"]
 SHARED = dict(
     name="run", objective="refinement", pooling="mean", data="-", steps=4, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40,
@@ -31,7 +33,9 @@ LORA = dict(tuning="lora", lora_rank=4, lora_alpha=16, lora_dropout=0.1)
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A model of every family of interest: tied and untied, the Qwens with more rows than there are tokens."""
+    """A model of every family of interest: tied and untied, the Qwens with more rows than there are
+    tokens.
+    """
     folder = tmp_path_factory.mktemp("refinement")
     for kind, tied in {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}.items():
         padded = {"vocab_size": TOKENS + 30} if kind.startswith("qwen") else {}
@@ -49,14 +53,26 @@ def load(folder):
 
 
 @pytest.mark.parametrize("kind", ["mixture", "pause"])
-@pytest.mark.parametrize(("base", "tuning"), [("llama", {}), ("qwen2", {}), ("qwen3", LORA), ("mistral", LORA)])
+@pytest.mark.parametrize(
+    ("base", "tuning"), [("llama", {}), ("qwen2", {}), ("qwen3", LORA), ("mistral", LORA)]
+)
 def test_trained_resumed_saved_and_loaded(bases, tmp_path, base, tuning, kind):
-    recipe = Recipe(**SHARED, **tuning, base=str(bases / base), soft_token_kind=kind, checkpoint_every=2)
+    recipe = Recipe(
+        **SHARED, **tuning, base=str(bases / base), soft_token_kind=kind, checkpoint_every=2
+    )
     final = run(recipe, tmp_path / "whole")
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 and all(np.isfinite(line["loss"]) and line["regularizer"] >= 0 for line in lines)
+    lines = [
+        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 4 and all(
+        np.isfinite(line["loss"]) and line["regularizer"] >= 0 for line in lines
+    )
     embedder = load(final)
-    assert embedder.soft_tokens.steps == 3 and embedder.soft_tokens.kind == kind and embedder.pooling == "mean"
+    assert (
+        embedder.soft_tokens.steps == 3
+        and embedder.soft_tokens.kind == kind
+        and embedder.pooling == "mean"
+    )
     vectors = embedder.encode(TEXTS)
 
     shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
@@ -64,13 +80,18 @@ def test_trained_resumed_saved_and_loaded(bases, tmp_path, base, tuning, kind):
         shutil.rmtree(tmp_path / "stopped" / name)
     resumed = run(recipe, tmp_path / "stopped", resume=True)
     for file in ["model.safetensors"] + ["pause_tokens.safetensors"] * (kind == "pause"):
-        ours, expected = load_file(resumed / file), load_file(final / file)
-        assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
+        ours = load_file(resumed / file)
+        expected = load_file(final / file)
+        assert ours.keys() == expected.keys() and all(
+            torch.equal(ours[name], expected[name]) for name in expected
+        )
 
     checkpoint = load(tmp_path / "whole" / "step-000004")  # the adapter, where there is one
     np.testing.assert_allclose(checkpoint.encode(TEXTS), vectors, rtol=1e-3, atol=1e-3)
     if kind == "pause":
-        first = load_file(tmp_path / "whole" / "step-000002" / "pause_tokens.safetensors")["pause_tokens"]
+        first = load_file(tmp_path / "whole" / "step-000002" / "pause_tokens.safetensors")[
+            "pause_tokens"
+        ]
         assert first.shape == (3, 32) and not torch.equal(first, embedder.decoder.pause_tokens)
 
 
@@ -84,36 +105,72 @@ def test_adapter_and_merged_weights_give_the_same_vectors(bases, tmp_path):
     for steps in (1, 3, 7):
         expected = adapter.encode(TEXTS, refine_steps=steps)
         for folder in ("merged", "run/final"):
-            np.testing.assert_allclose(load(tmp_path / folder).encode(TEXTS, refine_steps=steps), expected, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(
+                load(tmp_path / folder).encode(TEXTS, refine_steps=steps),
+                expected,
+                rtol=1e-3,
+                atol=1e-3,
+            )
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
 def test_vectors_do_not_depend_on_the_batch(bases, batch_tokens):
-    embedder = Embedder.from_pretrained(bases / "llama", dtype="float32", device="cpu", pooling="mean", soft_tokens=SoftTokens(steps=20))
+    embedder = Embedder.from_pretrained(
+        bases / "llama",
+        dtype="float32",
+        device="cpu",
+        pooling="mean",
+        soft_tokens=SoftTokens(steps=20),
+    )
     texts = [query for query, _, _ in PAIRS] + [positive for _, positive, _ in PAIRS[:24]]
-    alone = np.stack([embedder.encode(text, refine_steps=[1, 5, 20], normalize=True) for text in texts])
-    together = embedder.encode(texts, refine_steps=[1, 5, 20], normalize=True, batch_tokens=batch_tokens)
+    alone = np.stack(
+        [embedder.encode(text, refine_steps=[1, 5, 20], normalize=True) for text in texts]
+    )
+    together = embedder.encode(
+        texts, refine_steps=[1, 5, 20], normalize=True, batch_tokens=batch_tokens
+    )
     np.testing.assert_allclose(together, alone, atol=1e-4)
 
 
 def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_path):
     recipe = Recipe(**SHARED, base=str(bases / "llama"), eval_every=4)
-    final = run(recipe, tmp_path / "run", evaluate=lambda embedder: {"vectors": embedder.encode(TEXTS, refine_steps=[2, 5]).tolist()})
-    evals = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(evals[-1]["vectors"], load(final).encode(TEXTS, refine_steps=[2, 5]), rtol=1e-3, atol=1e-4)
+    final = run(
+        recipe,
+        tmp_path / "run",
+        evaluate=lambda embedder: {"vectors": embedder.encode(TEXTS, refine_steps=[2, 5]).tolist()},
+    )
+    evals = [
+        json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()
+    ]
+    np.testing.assert_allclose(
+        evals[-1]["vectors"], load(final).encode(TEXTS, refine_steps=[2, 5]), rtol=1e-3, atol=1e-4
+    )
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     dry = dry_run(recipe, EXAMPLES, say=lambda text: None)
     assert dry["loss"] == pytest.approx(first["loss"], rel=1e-4)
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["recipe"]["refine_steps"] == 3 and card["negatives_pool"].startswith("7 in-batch positives")
+    assert card["recipe"]["refine_steps"] == 3 and card["negatives_pool"].startswith(
+        "7 in-batch positives"
+    )
 
 
 def test_rows_without_a_token_are_in_no_soft_token(bases, tmp_path):
-    """What stands in the unused rows changes nothing unless a recipe lets them take part; the choice is saved."""
-    out = {mask: run(Recipe(**SHARED | LORA, mask_unused_rows=mask, base=str(bases / "qwen2")), tmp_path / str(mask)) for mask in (True, False)}
+    """What stands in the unused rows changes nothing unless a recipe lets them take part; the
+    choice is saved.
+    """
+    out = {
+        mask: run(
+            Recipe(**SHARED | LORA, mask_unused_rows=mask, base=str(bases / "qwen2")),
+            tmp_path / str(mask),
+        )
+        for mask in (True, False)
+    }
     for mask, folder in out.items():
         embedder = load(folder)
-        assert embedder.soft_tokens.vocabulary == (TOKENS if mask else 0) and len(embedder.decoder.head.weight) == TOKENS + 30
+        assert (
+            embedder.soft_tokens.vocabulary == (TOKENS if mask else 0)
+            and len(embedder.decoder.head.weight) == TOKENS + 30
+        )
         vectors = embedder.encode(TEXTS)
         with torch.no_grad():
             embedder.decoder.head.weight[TOKENS:] *= 50
@@ -127,23 +184,37 @@ def test_rows_without_a_token_are_in_no_soft_token(bases, tmp_path):
 
 def test_one_step_trains_without_a_regularizer(bases, tmp_path):
     run(Recipe(**SHARED | {"refine_steps": 1}, base=str(bases / "llama")), tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(line["regularizer"] == 0 and np.isfinite(line["loss"]) for line in lines)
 
 
 def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
-    embedder = Embedder.from_pretrained(bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens())
+    embedder = Embedder.from_pretrained(
+        bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens()
+    )
     with pytest.raises(InputError, match="no pooling like 'mean of soft tokens'"):
         embedder.export(tmp_path / "export")
     with pytest.raises(InputError, match="`refine_steps` = 0: must be at least 1"):
         Recipe(**SHARED | {"refine_steps": 0}, base="-")
     with pytest.raises(InputError, match="refinement reads causally: leave `attention` out"):
         Recipe(**SHARED, base="-", attention="bidirectional")
-    with pytest.raises(InputError, match="1000 refinement steps exceed the model's context of 1024; lower max_length or the steps"):
-        load(bases / "llama").__class__.from_pretrained(bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens(steps=1000))
-    with pytest.raises(InputError, match="and 1020 refinement steps exceed the model's context of 1024"):
+    with pytest.raises(
+        InputError,
+        match="1000 refinement steps exceed the model's context of "
+        "1024; lower max_length or the steps",
+    ):
+        load(bases / "llama").__class__.from_pretrained(
+            bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens(steps=1000)
+        )
+    with pytest.raises(
+        InputError, match="and 1020 refinement steps exceed the model's context of 1024"
+    ):
         embedder.encode(TEXTS, refine_steps=1020)
-    with pytest.raises(InputError, match="40 tokens and 1000 refinement steps exceed the model's context of 1024"):
+    with pytest.raises(
+        InputError, match="40 tokens and 1000 refinement steps exceed the model's context of 1024"
+    ):
         run(Recipe(**SHARED | {"refine_steps": 1000}, base=str(bases / "llama")), tmp_path / "long")
     assert not (tmp_path / "long" / "metrics.jsonl").exists()
 
@@ -151,14 +222,25 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
 @pytest.fixture(scope="module")
 def groups(bases, tmp_path_factory):
     """{(processes, sharding, case): (tensors, losses) of the first rank}."""
-    folder, found = tmp_path_factory.mktemp("groups"), {}
+    folder = tmp_path_factory.mktemp("groups")
+    found = {}
     for processes, shardings in ((1, ("none",)), (2, ("none", "fsdp"))):
         keys = [(processes, sharding, case) for sharding in shardings for case in CASES]
-        recipes = {key: Recipe(**SHARED | CASES[key[2]], sharding=key[1], base=str(bases / "qwen2")) for key in keys}
-        start(folder, processes, [("-".join(map(str, key)), recipe, False, False) for key, recipe in recipes.items()])
+        recipes = {
+            key: Recipe(**SHARED | CASES[key[2]], sharding=key[1], base=str(bases / "qwen2"))
+            for key in keys
+        }
+        start(
+            folder,
+            processes,
+            [("-".join(map(str, key)), recipe, False, False) for key, recipe in recipes.items()],
+        )
         for key in keys:
             out = folder / "-".join(map(str, key))
-            found[key] = load_file(out / "rank0.safetensors"), json.loads((out / "rank0.json").read_text())
+            found[key] = (
+                load_file(out / "rank0.safetensors"),
+                json.loads((out / "rank0.json").read_text()),
+            )
     return found
 
 
@@ -172,7 +254,8 @@ CASES = {
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_equal_one(groups, case, sharding):
-    (alone, losses), (ours, our_losses) = groups[1, "none", case], groups[2, sharding, case]
+    alone, losses = groups[1, "none", case]
+    ours, our_losses = groups[2, sharding, case]
     assert ours.keys() == alone.keys() and our_losses == pytest.approx(losses, rel=1e-3)
     for name, tensor in alone.items():
         if name.startswith("gradient"):

@@ -6,31 +6,55 @@ import re
 from notebook_checks import ROOT, joined, read_cells
 
 PAGE = ROOT / "nbs" / "released_code.ipynb"
-LINK, TEST = r"\]\(([\w/.-]+\.ipynb)#([\w.-]+)\)", r"`(tests/\w+\.py)::(\w+)`"
+LINK = r"\]\(([\w/.-]+\.ipynb)#([\w.-]+)\)"
+TEST = r"`(tests/\w+\.py)::(\w+)`"
 
 
 def rows():
     """The cells of every row of the table."""
-    lines = [line for cell in read_cells(PAGE) if cell["cell_type"] == "markdown" for line in joined(cell["source"]).splitlines()]
-    return [[part.strip() for part in line.strip("|").split("|")] for line in lines if re.match(r"\| *D\d", line)]
+    lines = [
+        line
+        for cell in read_cells(PAGE)
+        if cell["cell_type"] == "markdown"
+        for line in joined(cell["source"]).splitlines()
+    ]
+    return [
+        [part.strip() for part in line.strip("|").split("|")]
+        for line in lines
+        if re.match(r"\| *D\d", line)
+    ]
 
 
 def anchors(notebook):
     """The anchors of a notebook's headings, as pandoc makes them."""
-    text = "\n".join(joined(cell["source"]) for cell in read_cells(notebook) if cell["cell_type"] == "markdown")
+    text = "\n".join(
+        joined(cell["source"]) for cell in read_cells(notebook) if cell["cell_type"] == "markdown"
+    )
     headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", heading.lower())) for heading in headings}
 
 
 def functions(path):
-    return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def missing(guard):
     """What a guard names and the project has not."""
-    links = [(name, anchor) for name, anchor in re.findall(LINK, guard) if anchor not in anchors(ROOT / "nbs" / name)]
+    links = [
+        (name, anchor)
+        for name, anchor in re.findall(LINK, guard)
+        if anchor not in anchors(ROOT / "nbs" / name)
+    ]
     named = re.findall(TEST, guard)
-    return links + [(name, test) for name, test in named if not (ROOT / name).exists() or test not in functions(ROOT / name)]
+    return links + [
+        (name, test)
+        for name, test in named
+        if not (ROOT / name).exists() or test not in functions(ROOT / name)
+    ]
 
 
 def test_there_is_one_row_for_each_difference():
@@ -45,8 +69,16 @@ def test_every_row_names_a_test_that_exists():
 
 
 def test_a_name_that_does_not_exist_is_noticed():
-    assert missing("[here](model/10_text.ipynb#proofs), `tests/test_released_page.py::test_there_is_one_row_for_each_difference`") == []
-    assert missing("[here](model/10_text.ipynb#no-such-heading), `tests/test_released_page.py::test_none`") == [
+    assert (
+        missing(
+            "[here](model/10_text.ipynb#proofs), "
+            "`tests/test_released_page.py::test_there_is_one_row_for_each_difference`"
+        )
+        == []
+    )
+    assert missing(
+        "[here](model/10_text.ipynb#no-such-heading), `tests/test_released_page.py::test_none`"
+    ) == [
         ("model/10_text.ipynb", "no-such-heading"),
         ("tests/test_released_page.py", "test_none"),
     ]

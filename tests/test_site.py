@@ -1,4 +1,6 @@
-"""The site as readers get it: its configuration, its Markdown twins, and every page in a real browser."""
+"""The site as readers get it: its configuration, its Markdown twins, and every page in a real
+browser.
+"""
 
 import http.server
 import importlib.util
@@ -26,7 +28,8 @@ ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 844}
 LOOK = """() => ({
     h1: document.querySelectorAll("h1").length,
     wide: document.documentElement.scrollWidth - innerWidth,
@@ -67,17 +70,30 @@ def pages(site):
     return [page for page in found if page != "404.html"]
 
 
-# ---- the configuration ----------------------------------------------------------------------------------------------
+# ---- the configuration
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("line", "changed", "said"),
     [
         ("type: website", "type: website\n  preview: true", "the key project.preview is not known"),
-        ("toc: true", "toc: true\n    code-fold: true", "the key format.html.code-fold is not known"),
-        ("html-math-method: mathml", "html-math-method: katex", "format.html.html-math-method is 'katex'"),
+        (
+            "toc: true",
+            "toc: true\n    code-fold: true",
+            "the key format.html.code-fold is not known",
+        ),
+        (
+            "html-math-method: mathml",
+            "html-math-method: katex",
+            "format.html.html-math-method is 'katex'",
+        ),
         ("- index.ipynb", "- index.qmd", "must list notebooks and sections of notebooks"),
-        ("- model/10_text.ipynb", "- 00_gone.ipynb", "names 00_gone.ipynb, and there is no such notebook"),
+        (
+            "- model/10_text.ipynb",
+            "- 00_gone.ipynb",
+            "names 00_gone.ipynb, and there is no such notebook",
+        ),
     ],
 )
 def test_what_is_not_known_ends_the_build(render, tmp_path, line, changed, said):
@@ -91,7 +107,9 @@ def test_what_is_not_known_ends_the_build(render, tmp_path, line, changed, said)
 
 
 def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
-    """A site of one page; its link to a heading that is there is fine, the one to a page that is not is the end."""
+    """A site of one page; its link to a heading that is there is fine, the one to a page that is
+    not is the end.
+    """
     for name in ("docs", "nbs/images"):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "site.css", tmp_path / "docs")
@@ -101,12 +119,17 @@ def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
     (tmp_path / "_quarto.yml").write_text(text, "utf-8")
 
     def build(link):
-        cell = {"cell_type": "markdown", "source": f"# One\n\n> A page.\n\n## Heading\n\n[there]({link})"}
+        cell = {
+            "cell_type": "markdown",
+            "source": f"# One\n\n> A page.\n\n## Heading\n\n[there]({link})",
+        }
         (tmp_path / "nbs" / "index.ipynb").write_text(json.dumps({"cells": [cell]}), "utf-8")
         return render.render(tmp_path, tmp_path / "out")
 
     folder, count = build("#heading")
-    assert count == 2 and '<a href="#heading">there</a>' in (folder / "index.html").read_text("utf-8")
+    assert count == 2 and '<a href="#heading">there</a>' in (folder / "index.html").read_text(
+        "utf-8"
+    )
     for link in ("gone.ipynb", "#gone", "index.ipynb#gone"):
         caplog.clear()
         with pytest.raises(SystemExit):
@@ -116,9 +139,12 @@ def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
 
 def test_every_notebook_is_a_page(site, pages):
     notebooks = {
-        str(path.relative_to(ROOT / "nbs").with_suffix(".html")) for path in (ROOT / "nbs").rglob("[!.]*.ipynb")
+        str(path.relative_to(ROOT / "nbs").with_suffix(".html"))
+        for path in (ROOT / "nbs").rglob("[!.]*.ipynb")
     }
-    assert {page for page in pages if page != "api.html"} == {name for name in notebooks if "/." not in f"/{name}"}
+    assert {page for page in pages if page != "api.html"} == {
+        name for name in notebooks if "/." not in f"/{name}"
+    }
 
 
 def test_every_page_has_its_markdown_and_stands_in_llms_txt(site, pages):
@@ -132,18 +158,22 @@ def test_every_page_has_its_markdown_and_stands_in_llms_txt(site, pages):
 def test_a_page_holds_its_outputs_and_its_reference(site):
     markdown = (site / "objectives" / "25_contrastive.html.md").read_text("utf-8")
     assert "## Reference of `anchor_embedding.objectives.contrastive`" in markdown
-    assert re.search(r"#### Contrastive \{ #Contrastive \.api \}\s+```python\n(def|class) ", markdown)
+    assert re.search(
+        r"#### Contrastive \{ #Contrastive \.api \}\s+```python\n(def|class) ", markdown
+    )
     assert "(images/62_paper-1.png)" in (site / "62_paper.html.md").read_text("utf-8")
 
 
-# ---- in a browser ---------------------------------------------------------------------------------------------------
+# ---- in a browser
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def address(site):
     """The site behind a plain file server."""
     handler = partial(
-        type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}), directory=str(site)
+        type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}),
+        directory=str(site),
     )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -153,7 +183,9 @@ def address(site):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright (extra dev)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="the browser test needs playwright (extra dev)"
+    )
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if not program:
         pytest.skip(f"no browser: install Debian's chromium (looked for {', '.join(BROWSERS)})")
@@ -167,16 +199,25 @@ def browser():
 def tab(browser, address, request):
     """A tab that notes console errors and requests to anywhere else."""
     context = browser.new_context(**request.param)
-    tab, tab.faults = context.new_page(), []
+    tab = context.new_page()
+    tab.faults = []
     tab.on(
         "console",
-        lambda message: message.type in ("error", "warning") and tab.faults.append(f"console: {message.text}"),
+        lambda message: (
+            message.type in ("error", "warning") and tab.faults.append(f"console: {message.text}")
+        ),
     )
     tab.on("pageerror", lambda error: tab.faults.append(f"error: {error}"))
     tab.on(
-        "request", lambda asked: asked.url.startswith((address, "data:")) or tab.faults.append(f"outside: {asked.url}")
+        "request",
+        lambda asked: (
+            asked.url.startswith((address, "data:")) or tab.faults.append(f"outside: {asked.url}")
+        ),
     )
-    tab.on("response", lambda reply: reply.status < 400 or tab.faults.append(f"{reply.status}: {reply.url}"))
+    tab.on(
+        "response",
+        lambda reply: reply.status < 400 or tab.faults.append(f"{reply.status}: {reply.url}"),
+    )
     yield tab
     context.close()
     assert not tab.faults
@@ -201,9 +242,18 @@ def dead_links(address: str, site: Path, looks: dict) -> list[str]:
 
 def test_dead_links_are_found(tmp_path):
     (tmp_path / "a.html.md").touch()
-    there = ["http://x/", "http://x/#one", "http://x/a.html", "http://x/a.html.md", "http://elsewhere/b.html"]
+    there = [
+        "http://x/",
+        "http://x/#one",
+        "http://x/a.html",
+        "http://x/a.html.md",
+        "http://elsewhere/b.html",
+    ]
     gone = ["http://x/b.html", "http://x/a.html#one", "http://x/#two"]
-    looks = {"index.html": {"ids": ["one"], "links": there + gone}, "a.html": {"ids": [], "links": []}}
+    looks = {
+        "index.html": {"ids": ["one"], "links": there + gone},
+        "a.html": {"ids": [], "links": []},
+    }
     assert dead_links("http://x/", tmp_path, looks) == [f"index.html: {link}" for link in gone]
 
 
@@ -231,11 +281,16 @@ def test_every_page(tab, address, site, pages, request):
     assert not dead_links(address, site, looks)
     total = {key: sum(look[key] for look in looks.values()) for key in ("pictures", "equations")}
     links = sum(link.startswith(address) for look in looks.values() for link in look["links"])
-    print(f"{len(looks)} pages, {links} internal links, {total['pictures']} pictures, {total['equations']} equations")
+    print(
+        f"{len(looks)} pages, {links} internal links, {total['pictures']} pictures, "
+        f"{total['equations']} equations"
+    )
     assert total["pictures"] > 10 and total["equations"] > 10
 
 
-@pytest.mark.parametrize("tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"])
+@pytest.mark.parametrize(
+    "tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"]
+)
 def test_search_by_keyboard(tab, address):
     tab.goto(address + "index.html", wait_until="load")
     tab.keyboard.press("/")
@@ -247,10 +302,15 @@ def test_search_by_keyboard(tab, address):
     assert "refinement" in tab.inner_text("h1").lower()
 
 
-@pytest.mark.parametrize("tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"])
+@pytest.mark.parametrize(
+    "tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"]
+)
 def test_light_and_dark_by_choice(tab, address):
     tab.goto(address + "index.html", wait_until="load")
-    scheme = lambda: tab.evaluate("document.body.getAttribute('data-md-color-scheme')")
+
+    def scheme():
+        return tab.evaluate("document.body.getAttribute('data-md-color-scheme')")
+
     assert scheme() == "default"
     tab.click("label[title='Switch to dark']")
     assert scheme() == "slate"

@@ -1,4 +1,6 @@
-"""Stores of examples: many processes, killed passes, changing files, every format, and the size of the paper's mixture."""
+"""Stores of examples: many processes, killed passes, changing files, every format, and the size of
+the paper's mixture.
+"""
 
 import gzip
 import json
@@ -36,27 +38,56 @@ def cache(tmp_path, monkeypatch):
 
 def rows(count, seed=0, negatives="negative"):
     chance = random.Random(seed)
-    words = ["anchor", "ship", "rope", "Öl", "船", "😀", "line\u2028end", 'a "quote"', "comma, here"]
+    words = [
+        "anchor",
+        "ship",
+        "rope",
+        "Öl",
+        "船",
+        "😀",
+        "line\u2028end",
+        'a "quote"',
+        "comma, here",
+    ]
     for _ in range(count):
-        query, positive, *more = (" ".join(chance.choices(words, k=chance.randint(1, 12))) for _ in range(4))
-        yield {"query": query, "positive": positive, negatives: more if negatives == "negatives" else more[0]}
+        query, positive, *more = (
+            " ".join(chance.choices(words, k=chance.randint(1, 12))) for _ in range(4)
+        )
+        yield {
+            "query": query,
+            "positive": positive,
+            negatives: more if negatives == "negatives" else more[0],
+        }
 
 
 def write_rows(path, found):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else open(path, "w", encoding="utf-8") as file:
+    with (
+        gzip.open(path, "wt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else open(path, "w", encoding="utf-8") as file
+    ):
         file.writelines(json.dumps(row) + "\n" for row in found)
     return path
 
 
 def stores(cache):
     """What lies in the cache, locks apart."""
-    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
+    return (
+        sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+        if cache.exists()
+        else []
+    )
 
 
 def start(code, *arguments):
     """A Python process that runs `code`."""
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process, timeout=120):
@@ -65,13 +96,17 @@ def finish(process, timeout=120):
     return json.loads(out.splitlines()[-1])
 
 
-# ---- formats --------------------------------------------------------------------------------------------------------
+# ---- formats
+# --------------------------------------------------------------------------------------------------------
 
 
 def make_jsonl(folder):
     write_rows(folder / "nq.jsonl", rows(300, 1))
     write_rows(folder / "squad.jsonl.gz", rows(200, 2, "negatives"))
-    write_rows(folder / "mixed.jsonl", ({**row, "dataset": f"d{i % 3}"} for i, row in enumerate(rows(100, 3))))
+    write_rows(
+        folder / "mixed.jsonl",
+        ({**row, "dataset": f"d{i % 3}"} for i, row in enumerate(rows(100, 3))),
+    )
 
 
 def make_csv(folder):
@@ -81,25 +116,45 @@ def make_csv(folder):
     with open(folder / "pairs.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["query", "positive", "negative"])
         writer.writeheader()
-        writer.writerows({**row, "positive": row["positive"] + "\nsecond line"} for row in rows(200, 4))
+        writer.writerows(
+            {**row, "positive": row["positive"] + "\nsecond line"} for row in rows(200, 4)
+        )
 
 
 def make_parquet(folder):
     folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(list(rows(2500, 5, "negatives"))), folder / "tables.parquet", row_group_size=700)
+    pq.write_table(
+        pa.Table.from_pylist(list(rows(2500, 5, "negatives"))),
+        folder / "tables.parquet",
+        row_group_size=700,
+    )
 
 
 def make_tevatron(folder):
-    passages = lambda texts: [{"docid": str(len(text)), "title": "T", "text": text} for text in texts]
+    def passages(texts):
+        return [{"docid": str(len(text)), "title": "T", "text": text} for text in texts]
+
     found = [(row["query"], passages(row["negatives"])) for row in rows(100, 6, "negatives")]
     names = ("query", "positive_passages", "negative_passages")
-    write_rows(folder / "tevatron.jsonl", (dict(zip(names, [query, texts[:2], texts[1:]], strict=True)) for query, texts in found))
+    write_rows(
+        folder / "tevatron.jsonl",
+        (dict(zip(names, [query, texts[:2], texts[1:]], strict=True)) for query, texts in found),
+    )
 
 
 def make_beir(folder):
     found = list(rows(100, 7))
-    write_rows(folder / "corpus.jsonl.gz", ({"_id": f"d{i}", "title": f"T{i}", "text": row["positive"]} for i, row in enumerate(found)))
-    write_rows(folder / "queries.jsonl", ({"_id": f"q{i}", "text": row["query"]} for i, row in enumerate(found)))
+    write_rows(
+        folder / "corpus.jsonl.gz",
+        (
+            {"_id": f"d{i}", "title": f"T{i}", "text": row["positive"]}
+            for i, row in enumerate(found)
+        ),
+    )
+    write_rows(
+        folder / "queries.jsonl",
+        ({"_id": f"q{i}", "text": row["query"]} for i, row in enumerate(found)),
+    )
     lines = [f"q{i % 40}\td{i}\t{i % 3}\n" for i in range(100)]
     (folder / "qrels").mkdir()
     (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
@@ -107,10 +162,16 @@ def make_beir(folder):
 
 def make_saved(folder):
     datasets.disable_progress_bars()
-    datasets.Dataset.from_list(list(rows(500, 8))).rename_column("query", "anchor").save_to_disk(folder, num_shards=3)
+    datasets.Dataset.from_list(list(rows(500, 8))).rename_column("query", "anchor").save_to_disk(
+        folder, num_shards=3
+    )
 
 
-@pytest.mark.parametrize("make", [make_jsonl, make_csv, make_parquet, make_tevatron, make_beir, make_saved], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [make_jsonl, make_csv, make_parquet, make_tevatron, make_beir, make_saved],
+    ids=lambda make: make.__name__,
+)
 def test_a_store_equals_the_list(tmp_path, make):
     make(tmp_path / "source")
     listed = read_examples(tmp_path / "source")
@@ -118,7 +179,9 @@ def test_a_store_equals_the_list(tmp_path, make):
         store = open_examples(tmp_path / "source")
         assert list(store) == listed and len(listed) > 50
         assert store.fingerprint == fingerprint(listed)
-        assert store.lengths.tolist() == [len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in listed]
+        assert store.lengths.tolist() == [
+            len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in listed
+        ]
         names = [example.dataset for example in listed]
         assert store.sizes == {name: names.count(name) for name in dict.fromkeys(names)}
         sample = random.Random(0).sample(range(len(listed)), 40)
@@ -128,29 +191,37 @@ def test_a_store_equals_the_list(tmp_path, make):
 def test_beir_rows_are_those_of_the_judgements(tmp_path):
     make_beir(tmp_path / "beir")
     found = list(rows(100, 7))
-    text = lambda i: f"T{i} {found[i]['positive']}".strip()
+
+    def text(i):
+        return f"T{i} {found[i]['positive']}".strip()
+
     wanted = set()
     for i in range(100):
         if i % 3:
             same_query = [j for j in range(100) if j % 40 == i % 40]
-            wanted.add((found[i % 40]["query"], text(i), tuple(text(j) for j in same_query if j % 3 == 0)))
+            wanted.add(
+                (found[i % 40]["query"], text(i), tuple(text(j) for j in same_query if j % 3 == 0))
+            )
     assert {(e.query, e.positive, e.negatives) for e in open_examples(tmp_path / "beir")} == wanted
 
 
 def test_a_plan_from_a_store_is_that_of_the_names(tmp_path):
     make_jsonl(tmp_path / "source")
     store = open_examples(tmp_path / "source")
-    one, other = BatchPlan(store.rows, 16, 3), BatchPlan([example.dataset for example in store], 16, 3)
+    one = BatchPlan(store.rows, 16, 3)
+    other = BatchPlan([example.dataset for example in store], 16, 3)
     assert [one.step(k) for k in range(80)] == [other.step(k) for k in range(80)]
     for k in range(20):
         assert {store.dataset_of(i) for i in one.step(k)} == {one.dataset(k)}
 
 
-# ---- the Echo names -------------------------------------------------------------------------------------------------
+# ---- the Echo names
+# -------------------------------------------------------------------------------------------------
 
 
 def test_echo_names_old_and_new_all_have_instructions(tmp_path):
-    paper, released = Instructions.paper(), Instructions.as_released()
+    paper = Instructions.paper()
+    released = Instructions.as_released()
     for names in (OLD_NAMES, NEW_NAMES):
         for name in names:
             write_rows(tmp_path / f"echo{len(names)}" / f"{name}.jsonl", rows(4, len(name)))
@@ -168,7 +239,8 @@ def test_echo_names_old_and_new_all_have_instructions(tmp_path):
         assert [paper.for_example(whole, row)[0] for row in range(4)] == [first, second] * 2
 
 
-# ---- many processes, killed passes, changing files ------------------------------------------------------------------
+# ---- many processes, killed passes, changing files
+# ------------------------------------------------------------------
 
 OPEN = """
 import json, sys
@@ -196,11 +268,14 @@ def test_a_killed_pass_leaves_nothing_that_is_trusted(tmp_path, cache):
     killed = 0
     for _ in range(5):
         process = start(OPEN, tmp_path / "source")
-        while process.poll() is None and not any(path.stat().st_size for path in cache.glob(".*/rows.arrow")):
+        while process.poll() is None and not any(
+            path.stat().st_size for path in cache.glob(".*/rows.arrow")
+        ):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        if any(not name.startswith(".") for name in stores(cache)):  # it was done before the signal came
+        # it was done before the signal came
+        if any(not name.startswith(".") for name in stores(cache)):
             shutil.rmtree(cache)
         else:
             killed += process.returncode == -signal.SIGKILL
@@ -248,7 +323,9 @@ def test_a_file_that_changes_or_vanishes_meanwhile_is_an_error(tmp_path, cache, 
         return write(*arguments)
 
     monkeypatch.setattr(store, "_write_store", vanished)
-    with pytest.raises(InputError, match=r"nq\.jsonl: cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        InputError, match=r"nq\.jsonl: cannot be read \(No such file or directory\)"
+    ):
         open_examples(tmp_path / "source")
     assert stores(cache) == []
 
@@ -267,7 +344,9 @@ def test_a_full_disk_is_one_clear_error(tmp_path, cache):
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))\n"
     process = start(code + OPEN, tmp_path / "nq.jsonl")
     _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0 and "InputError: cannot write" in errors and "Free space" in errors
+    assert (
+        process.returncode != 0 and "InputError: cannot write" in errors and "Free space" in errors
+    )
     assert stores(cache) == []
 
 
@@ -276,14 +355,20 @@ def test_check_goes_on_after_a_broken_file(tmp_path):
     path = tmp_path / "source" / "aaa.jsonl.gz"
     path.write_bytes((tmp_path / "source" / "nq.jsonl.gz").read_bytes()[:300])
     bad = "{\n" * 30
-    (tmp_path / "source" / "bad.jsonl").write_text(bad + json.dumps({"query": "q", "positive": "p"}) + "\n")
+    (tmp_path / "source" / "bad.jsonl").write_text(
+        bad + json.dumps({"query": "q", "positive": "p"}) + "\n"
+    )
     check = check_data(tmp_path / "source")
     assert check.datasets["nq"]["rows"] == 50 and check.bad_rows == 31 and len(check.bad) == 20
-    assert "aaa.jsonl.gz: the gzip file is broken" in check.bad[0] and "bad.jsonl:19: broken JSON" in check.bad[19]
+    assert (
+        "aaa.jsonl.gz: the gzip file is broken" in check.bad[0]
+        and "bad.jsonl:19: broken JSON" in check.bad[19]
+    )
     assert "50" in str(check) and "31 bad rows" in str(check)
 
 
-# ---- the size of the paper's mixture --------------------------------------------------------------------------------
+# ---- the size of the paper's mixture
+# --------------------------------------------------------------------------------
 
 MEASURE = """
 import json, resource, sys, time
@@ -321,9 +406,14 @@ def test_one_and_a_half_million_rows_in_less_than_a_gigabyte(tmp_path, capsys):
         with open(tmp_path / "echo" / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for i in range(1_500_000 // len(NEW_NAMES) + 1):
                 query, positive, negative = chance.choices(text, k=3)
-                file.write(f'{{"query": "{name} {i} {query[:40]}", "positive": "{positive}", "negative": "{negative}"}}\n')
+                file.write(
+                    f'{{"query": "{name} {i} {query[:40]}", "positive": "{positive}", '
+                    f'"negative": "{negative}"}}\n'
+                )
     size = sum(path.stat().st_size for path in (tmp_path / "echo").iterdir())
-    first, second = (finish(start(MEASURE, tmp_path / "echo", part), 1800) for part in ("some", "all"))
+    first, second = (
+        finish(start(MEASURE, tmp_path / "echo", part), 1800) for part in ("some", "all")
+    )
     with capsys.disabled():
         print(f"\n{size / 1e9:.2f} GB; first {first}; second {second}")
     assert first["rows"] == second["rows"] >= 1_500_000 and first["datasets"] == 14
@@ -332,10 +422,13 @@ def test_one_and_a_half_million_rows_in_less_than_a_gigabyte(tmp_path, capsys):
     assert second["opened"] < 5 and second["planned"] < 5 and second["taken"] < 30
 
 
-# ---- real text ------------------------------------------------------------------------------------------------------
+# ---- real text
+# ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("ANCHOR_DATA" not in os.environ, reason="ANCHOR_DATA names no folder of real data")
+@pytest.mark.skipif(
+    "ANCHOR_DATA" not in os.environ, reason="ANCHOR_DATA names no folder of real data"
+)
 def test_real_files(tmp_path):
     folder = Path(os.environ["ANCHOR_DATA"]) / "train"
     store = open_examples(folder, progress=False)

@@ -23,7 +23,10 @@ from anchor_embedding.evaluate.tasks import (
 )
 
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
-needs_data = pytest.mark.skipif(REAL is None or not REAL.is_dir(), reason="real tasks: set ANCHOR_DATA to the folder that holds eval/")
+needs_data = pytest.mark.skipif(
+    REAL is None or not REAL.is_dir(),
+    reason="real tasks: set ANCHOR_DATA to the folder that holds eval/",
+)
 PAIR = {"sentence1": "a cat", "sentence2": "the cat", "score": 4.5}
 OTHER_PAIR = PAIR | {"score": 1.0}
 DOCUMENTS = [{"_id": f"d{i}", "title": "", "text": f"text {i}"} for i in range(3)]
@@ -37,7 +40,11 @@ def write(folder, **files):
     """JSONL of rows, or text as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     for stem, content in files.items():
-        name, text = (f"{stem}.tsv", content) if stem == "qrels" else (f"{stem}.jsonl", content if isinstance(content, str) else lines(content))
+        name, text = (
+            (f"{stem}.tsv", content)
+            if stem == "qrels"
+            else (f"{stem}.jsonl", content if isinstance(content, str) else lines(content))
+        )
         (folder / name).write_text(text)
     return folder
 
@@ -51,18 +58,29 @@ def fault(folder):
     return str(error.value).replace(f"{folder}/", "")
 
 
-# ---- sets and instructions --------------------------------------------------------------------------------------------
+# ---- sets and instructions
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_subset_is_of_the_benchmark_and_in_the_papers_categories():
-    of_mteb = {"retrieval": "Retrieval", "reranking": "Reranking", "clustering": "Clustering", "pair_classification": "PairClassification"}
+    of_mteb = {
+        "retrieval": "Retrieval",
+        "reranking": "Reranking",
+        "clustering": "Clustering",
+        "pair_classification": "PairClassification",
+    }
     of_mteb |= {"classification": "Classification", "sts": "STS"}
     tasks = find_tasks("subset15")
-    assert {task.metadata.name: task.metadata.type for task in tasks} == {name: of_mteb[kind] for name, kind in subset15().items()}
+    assert {task.metadata.name: task.metadata.type for task in tasks} == {
+        name: of_mteb[kind] for name, kind in subset15().items()
+    }
     benchmark = {task.metadata.name: task for task in find_tasks("MTEB(eng, v1)")}
     for task in tasks:
         same = benchmark[task.metadata.name]
-        assert (list(task.eval_splits), task.hf_subsets) == (list(same.eval_splits), same.hf_subsets)
+        assert (list(task.eval_splits), task.hf_subsets) == (
+            list(same.eval_splits),
+            same.hf_subsets,
+        )
         assert len(task.hf_subsets) == len(task.eval_splits) == 1
 
 
@@ -75,10 +93,14 @@ def test_names_are_split_at_commas_that_are_not_theirs():
 
 
 def test_every_task_has_the_sides_it_should():
-    """Queries and both sides of symmetric tasks are told what is asked; documents only where they are questions too."""
+    """Queries and both sides of symmetric tasks are told what is asked; documents only where they
+    are questions too.
+    """
     told = {}
     for task in find_tasks("MTEB(eng, v1)"):
-        told[task.metadata.name] = [side for side in ("query", "document", None) if gets_instruction(task.metadata, side)]
+        told[task.metadata.name] = [
+            side for side in ("query", "document", None) if gets_instruction(task.metadata, side)
+        ]
     both = {name for name, sides in told.items() if "document" in sides}
     assert both == {"QuoraRetrieval", "AskUbuntuDupQuestions", "StackOverflowDupQuestions"}
     assert all("query" in sides and None in sides for sides in told.values())
@@ -95,28 +117,37 @@ def test_the_papers_wording_differs_from_mtebs_where_it_should():
         own = prompt.get("query") if isinstance(prompt, dict) else prompt
         if own != task_instruction(task.metadata, side, "paper"):
             differ.append(task.metadata.name)
-        assert task_instruction(task.metadata, side, "paper") == paper_instruction(task.metadata.name)
+        assert task_instruction(task.metadata, side, "paper") == paper_instruction(
+            task.metadata.name
+        )
         assert task_instruction(task.metadata, side, "mteb")
     types = {task.metadata.name: task.metadata.type for task in find_tasks("MTEB(eng, v1)")}
-    assert {name for name, kind in types.items() if kind in ("STS", "Summarization")} <= set(differ) and len(differ) == 14, differ
+    assert {name for name, kind in types.items() if kind in ("STS", "Summarization")} <= set(
+        differ
+    ) and len(differ) == 14, differ
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_tasks_that_the_paper_lacks_are_asked_as_mteb_asks(prompts):
     (task,) = find_tasks("LegalBenchConsumerContractsQA")
     wording = task_instruction(task.metadata, "query", prompts)
-    assert wording == (None if prompts == "none" else task_instruction(task.metadata, "query", "mteb"))
+    assert wording == (
+        None if prompts == "none" else task_instruction(task.metadata, "query", "mteb")
+    )
 
 
-# ---- plain files ------------------------------------------------------------------------------------------------------
+# ---- plain files
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_packed_and_plain_files_are_the_same_task(tmp_path):
-    plain, packed = write(tmp_path / "a" / "sts" / "STS12", pairs=[PAIR, OTHER_PAIR]), tmp_path / "b" / "STS12"
+    plain = write(tmp_path / "a" / "sts" / "STS12", pairs=[PAIR, OTHER_PAIR])
+    packed = tmp_path / "b" / "STS12"
     packed.mkdir(parents=True)
     with gzip.open(packed / "pairs.jsonl.gz", "wt") as file:
         file.write(lines([PAIR, OTHER_PAIR]))
-    (one,), (two,) = local_tasks(tmp_path / "a"), local_tasks(tmp_path / "b")
+    (one,) = local_tasks(tmp_path / "a")
+    (two,) = local_tasks(tmp_path / "b")
     for task in (one, two):
         task.load_data()
     assert one.dataset["default"]["test"].to_dict() == two.dataset["default"]["test"].to_dict()
@@ -139,57 +170,163 @@ def test_a_stand_in_says_that_it_is_none_of_mtebs(tmp_path):
     (folder / "meta.json").write_text('{"note": "made by hand", "instruction": "Find the same"}')
     (task,) = local_tasks(tmp_path)
     assert task.metadata.description == "Not a task of MTEB, read from plain files: made by hand"
-    assert task_instruction(task.metadata, None) == "Find the same" and task.metadata.main_score == "cosine_spearman"
+    assert (
+        task_instruction(task.metadata, None) == "Find the same"
+        and task.metadata.main_score == "cosine_spearman"
+    )
 
 
 def test_only_judged_queries_are_asked(tmp_path):
-    queries = [{"_id": "q1", "text": "one"}, {"_id": 2, "text": "two"}, {"_id": "train", "text": "not asked"}]
-    write(tmp_path / "retrieval" / "R", corpus=DOCUMENTS, queries=queries, qrels="q\td\ts\nq1\td1\t2\nq1\td2\t0\n2\td2\t1\n")
+    queries = [
+        {"_id": "q1", "text": "one"},
+        {"_id": 2, "text": "two"},
+        {"_id": "train", "text": "not asked"},
+    ]
+    write(
+        tmp_path / "retrieval" / "R",
+        corpus=DOCUMENTS,
+        queries=queries,
+        qrels="q\td\ts\nq1\td1\t2\nq1\td2\t0\n2\td2\t1\n",
+    )
     (task,) = local_tasks(tmp_path)
     task.load_data()
     found = task.dataset["default"]["test"]
-    assert found["queries"]["id"] == ["q1", "2"] and found["relevant_docs"] == {"q1": {"d1": 2, "d2": 0}, "2": {"d2": 1}}
+    assert found["queries"]["id"] == ["q1", "2"] and found["relevant_docs"] == {
+        "q1": {"d1": 2, "d2": 0},
+        "2": {"d2": 1},
+    }
 
 
 def test_reranking_without_a_negative_is_left_out(tmp_path):
-    rows = [{"query": "a", "positive": ["p"], "negative": []}, {"query": "b", "positive": ["p"], "negative": ["n", "m"]}]
+    rows = [
+        {"query": "a", "positive": ["p"], "negative": []},
+        {"query": "b", "positive": ["p"], "negative": ["n", "m"]},
+    ]
     write(tmp_path / "reranking" / "R", test=rows)
     (task,) = local_tasks(tmp_path)
     task.load_data()
     found = task.dataset["default"]["test"]
-    assert found["queries"]["text"] == ["b"] and len(found["corpus"]) == 3 and len(next(iter(found["top_ranked"].values()))) == 3
+    assert (
+        found["queries"]["text"] == ["b"]
+        and len(found["corpus"]) == 3
+        and len(next(iter(found["top_ranked"].values()))) == 3
+    )
 
 
 QRELS = "query-id\tcorpus-id\tscore\nq\td1\t1\n"
 QUERY = [{"_id": "q", "text": "a ship"}]
 FAULTS = {
-    "no corpus": ("retrieval", dict(queries=QUERY, qrels=QRELS), "R has no corpus.jsonl (or .jsonl.gz), which a retrieval task needs; add it"),
-    "no qrels": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY), "R has no qrels.tsv (or .tsv.gz)"),
-    "empty corpus": ("retrieval", dict(corpus=[], queries=QUERY, qrels=QRELS), "corpus.jsonl is empty"),
-    "no answer": ("retrieval", dict(corpus=DOCUMENTS[:1], queries=QUERY, qrels=QRELS), "query 'q' has no relevant document in corpus.jsonl"),
-    "only zeros": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels="h\nq\td1\t0\n"), "query 'q' has no relevant document"),
-    "unknown query": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels=QRELS + "z\td1\t1\n"), "query 'z' is not in queries.jsonl"),
-    "twice": ("retrieval", dict(corpus=DOCUMENTS + DOCUMENTS[:1], queries=QUERY, qrels=QRELS), "corpus.jsonl:4: the id 'd0' stands"),
-    "bad qrels": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels=QRELS + "q d1 1\n"), "qrels.tsv:3: a line must be"),
-    "no qrels lines": ("retrieval", dict(corpus=DOCUMENTS, queries=QUERY, qrels="query-id\tcorpus-id\tscore\n"), "judges no query"),
-    "bad JSON": ("sts", dict(pairs=lines([PAIR]) + '{"sentence1": "a\n'), "pairs.jsonl:2: broken JSON at column 15"),
-    "text score": ("sts", dict(pairs=[PAIR | {"score": "high"}]), "pairs.jsonl:1: 'score' must be a finite number, but it is 'high'"),
-    "NaN score": ("sts", dict(pairs=[PAIR, PAIR | {"score": float("nan")}]), "pairs.jsonl:2: 'score' must be a finite number, but it is 'nan'"),
-    "infinite score": ("sts", dict(pairs=[PAIR | {"score": float("inf")}]), "pairs.jsonl:1: 'score' must be a finite number, but it is 'inf'"),
+    "no corpus": (
+        "retrieval",
+        dict(queries=QUERY, qrels=QRELS),
+        "R has no corpus.jsonl (or .jsonl.gz), which a retrieval task needs; add it",
+    ),
+    "no qrels": (
+        "retrieval",
+        dict(corpus=DOCUMENTS, queries=QUERY),
+        "R has no qrels.tsv (or .tsv.gz)",
+    ),
+    "empty corpus": (
+        "retrieval",
+        dict(corpus=[], queries=QUERY, qrels=QRELS),
+        "corpus.jsonl is empty",
+    ),
+    "no answer": (
+        "retrieval",
+        dict(corpus=DOCUMENTS[:1], queries=QUERY, qrels=QRELS),
+        "query 'q' has no relevant document in corpus.jsonl",
+    ),
+    "only zeros": (
+        "retrieval",
+        dict(corpus=DOCUMENTS, queries=QUERY, qrels="h\nq\td1\t0\n"),
+        "query 'q' has no relevant document",
+    ),
+    "unknown query": (
+        "retrieval",
+        dict(corpus=DOCUMENTS, queries=QUERY, qrels=QRELS + "z\td1\t1\n"),
+        "query 'z' is not in queries.jsonl",
+    ),
+    "twice": (
+        "retrieval",
+        dict(corpus=DOCUMENTS + DOCUMENTS[:1], queries=QUERY, qrels=QRELS),
+        "corpus.jsonl:4: the id 'd0' stands",
+    ),
+    "bad qrels": (
+        "retrieval",
+        dict(corpus=DOCUMENTS, queries=QUERY, qrels=QRELS + "q d1 1\n"),
+        "qrels.tsv:3: a line must be",
+    ),
+    "no qrels lines": (
+        "retrieval",
+        dict(corpus=DOCUMENTS, queries=QUERY, qrels="query-id\tcorpus-id\tscore\n"),
+        "judges no query",
+    ),
+    "bad JSON": (
+        "sts",
+        dict(pairs=lines([PAIR]) + '{"sentence1": "a\n'),
+        "pairs.jsonl:2: broken JSON at column 15",
+    ),
+    "text score": (
+        "sts",
+        dict(pairs=[PAIR | {"score": "high"}]),
+        "pairs.jsonl:1: 'score' must be a finite number, but it is 'high'",
+    ),
+    "NaN score": (
+        "sts",
+        dict(pairs=[PAIR, PAIR | {"score": float("nan")}]),
+        "pairs.jsonl:2: 'score' must be a finite number, but it is 'nan'",
+    ),
+    "infinite score": (
+        "sts",
+        dict(pairs=[PAIR | {"score": float("inf")}]),
+        "pairs.jsonl:1: 'score' must be a finite number, but it is 'inf'",
+    ),
     "one row": ("sts", dict(pairs=[PAIR]), "pairs.jsonl:1: all scores are 4.5"),
-    "nothing to rank": ("reranking", dict(test=[{"query": "a", "positive": ["b"], "negative": []}]), "test.jsonl:1: no query has a negative"),
+    "nothing to rank": (
+        "reranking",
+        dict(test=[{"query": "a", "positive": ["b"], "negative": []}]),
+        "test.jsonl:1: no query has a negative",
+    ),
     "title list": (
         "retrieval",
-        dict(corpus=[DOCUMENTS[0] | {"title": ["a"]}], queries=[{"_id": "q", "text": "a"}], qrels="q\td\ts\nq\td0\t1\n"),
+        dict(
+            corpus=[DOCUMENTS[0] | {"title": ["a"]}],
+            queries=[{"_id": "q", "text": "a"}],
+            qrels="q\td\ts\nq\td0\t1\n",
+        ),
         "corpus.jsonl:1: 'title' must be a text, but it is \"['a']\"",
     ),
-    "no field": ("pairclassification", dict(test=[{"sentence1": "a", "label": 1}]), "test.jsonl:1: the row has no 'sentence2'"),
-    "one label": ("pairclassification", dict(test=[PAIR | {"label": 1}]), "the labels must be 0 and 1, both of them; they are ['1']"),
+    "no field": (
+        "pairclassification",
+        dict(test=[{"sentence1": "a", "label": 1}]),
+        "test.jsonl:1: the row has no 'sentence2'",
+    ),
+    "one label": (
+        "pairclassification",
+        dict(test=[PAIR | {"label": 1}]),
+        "the labels must be 0 and 1, both of them; they are ['1']",
+    ),
     "no train": ("classification", dict(test=[{"text": "a", "label": 1}]), "R has no train.jsonl"),
-    "strange label": ("classification", dict(train=[{"text": "a", "label": 1}], test=[{"text": "b", "label": 2}]), "label 2 of test is not in train"),
-    "lengths": ("clustering", dict(test=[{"sentences": ["a", "b"], "labels": ["x"]}]), "test.jsonl:1: 2 sentences and 1 labels"),
-    "no positive": ("reranking", dict(test=[{"query": "a", "positive": [], "negative": ["n"]}]), "test.jsonl:1: the query has no positive"),
-    "not a list": ("reranking", dict(test=[{"query": "a", "positive": "p", "negative": ["n"]}]), "'positive' must be a list of texts"),
+    "strange label": (
+        "classification",
+        dict(train=[{"text": "a", "label": 1}], test=[{"text": "b", "label": 2}]),
+        "label 2 of test is not in train",
+    ),
+    "lengths": (
+        "clustering",
+        dict(test=[{"sentences": ["a", "b"], "labels": ["x"]}]),
+        "test.jsonl:1: 2 sentences and 1 labels",
+    ),
+    "no positive": (
+        "reranking",
+        dict(test=[{"query": "a", "positive": [], "negative": ["n"]}]),
+        "test.jsonl:1: the query has no positive",
+    ),
+    "not a list": (
+        "reranking",
+        dict(test=[{"query": "a", "positive": "p", "negative": ["n"]}]),
+        "'positive' must be a list of texts",
+    ),
     "an array": ("sts", dict(pairs="[1, 2]\n"), "pairs.jsonl:1: the row has no 'sentence1'"),
 }
 
@@ -224,38 +361,58 @@ def test_a_name_of_mteb_with_data_of_another_kind(tmp_path):
     write(tmp_path / "sts" / "SciFact", pairs=[PAIR])
     write(tmp_path / "sts" / "STS12", pairs=[PAIR])
     opened = open_tasks(None, tmp_path)
-    assert isinstance(opened["SciFact"], InputError) and "SciFact is a Retrieval task" in str(opened["SciFact"])
+    assert isinstance(opened["SciFact"], InputError) and "SciFact is a Retrieval task" in str(
+        opened["SciFact"]
+    )
     assert opened["STS12"].metadata.name == "STS12"  # the others stay usable
 
 
 def test_a_task_of_many_languages_must_say_which(tmp_path):
-    folder = write(tmp_path / "retrieval" / "MIRACLRetrieval", corpus=DOCUMENTS, queries=QUERY, qrels=QRELS)
+    folder = write(
+        tmp_path / "retrieval" / "MIRACLRetrieval", corpus=DOCUMENTS, queries=QUERY, qrels=QRELS
+    )
     with pytest.raises(InputError, match="several subsets in mteb"):
         local_tasks(tmp_path)
     (folder / "meta.json").write_text('{"subset": "sw"}')
     (task,) = local_tasks(tmp_path)
     task.load_data()
-    assert task.hf_subsets == ["sw"] and list(task.dataset["sw"]) == ["dev"] == list(task.eval_splits)
+    assert task.hf_subsets == ["sw"] and list(task.dataset["sw"]) == ["dev"] == list(
+        task.eval_splits
+    )
     (folder / "meta.json").write_text("{")
     with pytest.raises(InputError, match="broken JSON"):
         local_tasks(tmp_path)
 
 
-# ---- real files -------------------------------------------------------------------------------------------------------
+# ---- real files
+# -------------------------------------------------------------------------------------------------------
 
 
 @needs_data
 def test_real_tasks_are_mtebs_own_size():
     """Characters and counts equal those that mteb publishes, where the data are MTEB's."""
-    exact = ("SciFact", "NFCorpus", "STS17", "STSBenchmark", "Banking77Classification", "EmotionClassification")
+    exact = (
+        "SciFact",
+        "NFCorpus",
+        "STS17",
+        "STSBenchmark",
+        "Banking77Classification",
+        "EmotionClassification",
+    )
     for task in local_tasks(REAL, exact):
         task.load_data()
-        (subset,), (split,) = task.hf_subsets, task.eval_splits
+        (subset,) = task.hf_subsets
+        (split,) = task.eval_splits
         if task.metadata.type == "Retrieval":
             found = task.dataset[subset][split]
             published = task.metadata.descriptive_stats[split]
-            texts = [f"{row['title']} {row['text']}".strip() for row in found["corpus"]] + list(found["queries"]["text"])
-            assert (len(found["corpus"]), len(found["queries"])) == (published["num_documents"], published["num_queries"])
+            texts = [f"{row['title']} {row['text']}".strip() for row in found["corpus"]] + list(
+                found["queries"]["text"]
+            )
+            assert (len(found["corpus"]), len(found["queries"])) == (
+                published["num_documents"],
+                published["num_queries"],
+            )
             assert sum(map(len, texts)) == published["number_of_characters"]
         else:
             published = task.metadata.descriptive_stats[split]

@@ -1,4 +1,6 @@
-"""Encoding from several threads at once: the vectors of one thread, and no setting of the process changed."""
+"""Encoding from several threads at once: the vectors of one thread, and no setting of the process
+changed.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,13 +24,19 @@ def decoder_in(dtype):
 def process_wide():
     """The settings of the process that a product of matrices looks at."""
     own = torch.backends.mkldnn
-    return own.matmul.fp32_precision, own.fp32_precision, torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    return (
+        own.matmul.fp32_precision,
+        own.fp32_precision,
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
 
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_eight_threads_encode_in_both_dtypes(gradient):
     decoders = {dtype: decoder_in(dtype) for dtype in DTYPES}
-    before, batch = process_wide(), pack(TEXTS)
+    before = process_wide()
+    batch = pack(TEXTS)
 
     def encode(dtype):
         with torch.set_grad_enabled(gradient):
@@ -41,5 +49,7 @@ def test_eight_threads_encode_in_both_dtypes(gradient):
     work = [dtype for _ in range(100) for dtype in DTYPES]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(encode, work))
-    assert all(torch.equal(vectors, expected[dtype]) for vectors, dtype in zip(found, work, strict=True))
+    assert all(
+        torch.equal(vectors, expected[dtype]) for vectors, dtype in zip(found, work, strict=True)
+    )
     assert process_wide() == before

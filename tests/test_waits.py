@@ -16,9 +16,15 @@ from anchor_embedding.common.tiny import tiny_model
 from anchor_embedding.model.bidirectional import set_attention
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.packing import ATTENTION
-from anchor_embedding.objectives import contrasted_reconstruction, contrastive, reconstruction, released
+from anchor_embedding.objectives import (
+    contrasted_reconstruction,
+    contrastive,
+    reconstruction,
+    released,
+)
 
-NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}  # the loss terms, once a step
+# the loss terms, once a step
+NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}
 ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "bag_of_tokens.py",
          "contrasted_reconstruction.py", "mntp.py", "refinement.py", "processes.py"}  # fmt: skip
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__int__, torch.Tensor.__bool__,
@@ -27,9 +33,14 @@ INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def by_values(index):
-    """Whether an index is a mask, whose size only the device knows, or a list, which has to be copied."""
+    """Whether an index is a mask, whose size only the device knows, or a list, which has to be
+    copied.
+    """
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, list) or (torch.is_tensor(part) and part.dtype == torch.bool) for part in parts)
+    return any(
+        isinstance(part, list) or (torch.is_tensor(part) and part.dtype == torch.bool)
+        for part in parts
+    )
 
 
 def waits(function, arguments, settings):
@@ -39,7 +50,9 @@ def waits(function, arguments, settings):
     if function is torch.tensor:
         return settings.get("device") is not None
     if function is torch.Tensor.to:
-        to_device = any(isinstance(given, str | torch.device) for given in (*arguments[1:], *settings.values()))
+        to_device = any(
+            isinstance(given, str | torch.device) for given in (*arguments[1:], *settings.values())
+        )
         return to_device and not settings.get("non_blocking")
     if function in INDEXING:
         return by_values(arguments[1])
@@ -75,13 +88,29 @@ def prepared(case, device="cpu"):
 
 
 def test_the_watch_sees_what_waits():
-    numbers, code = torch.arange(4), Path(contrastive.__file__).parent / "contrastive.py"
+    numbers = torch.arange(4)
+    code = Path(contrastive.__file__).parent / "contrastive.py"
     given = {"x": numbers, "torch": torch}
-    for text in ("x.tolist()", "int(x[0])", "x[x > 1]", "x[[0, 1]]", "x.repeat_interleave(x)", "x.to('cpu')", "torch.tensor([1], device='cpu')"):
+    for text in (
+        "x.tolist()",
+        "int(x[0])",
+        "x[x > 1]",
+        "x[[0, 1]]",
+        "x.repeat_interleave(x)",
+        "x.to('cpu')",
+        "torch.tensor([1], device='cpu')",
+    ):
         with Watch() as watch:
             eval(compile(text, code, "eval"), given)
         assert watch.found, text
-    for text in ("x[x]", "x[1:]", "x.repeat_interleave(x, output_size=6)", "x.to('cpu', non_blocking=True)", "x.float()", "torch.tensor([1])"):
+    for text in (
+        "x[x]",
+        "x[1:]",
+        "x.repeat_interleave(x, output_size=6)",
+        "x.to('cpu', non_blocking=True)",
+        "x.float()",
+        "torch.tensor([1])",
+    ):
         with Watch() as watch:
             eval(compile(text, code, "eval"), given)
         assert not watch.found, text
@@ -111,15 +140,23 @@ def unwatched(function):
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_step_on_cuda_waits_only_for_its_loss(case):
-    """CUDA itself raises where the host waits; kernels are compiled and memory is taken in the step before."""
+    """CUDA itself raises where the host waits; kernels are compiled and memory is taken in the step
+    before.
+    """
     decoder, batch, objective = prepared(case, "cuda")
     decoder.bfloat16()
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests are at work on the CPU
     accelerator = Accelerator()
     objective.step(decoder, batch, accelerator)
-    named = [(reconstruction, "named_terms"), (released, "named_terms"), (contrastive, "as_numbers")]
+    named = [
+        (reconstruction, "named_terms"),
+        (released, "named_terms"),
+        (contrastive, "as_numbers"),
+    ]
     named += [(contrasted_reconstruction, "as_numbers")]
-    patches = [mock.patch.object(room, name, unwatched(getattr(room, name))) for room, name in named]
+    patches = [
+        mock.patch.object(room, name, unwatched(getattr(room, name))) for room, name in named
+    ]
     for patch in patches:
         patch.start()
     torch.cuda.set_sync_debug_mode("error")

@@ -17,8 +17,19 @@ def quiet(text):
 
 
 def recipe(base, **settings):
-    usual = dict(name="run", objective="reconstruction", data="-", steps=3, batch_size=8, warmup_steps=1, learning_rate=1e-2, max_length=40)
-    return Recipe(base=str(base), **{**usual, "dtype": "float32", "anchor_gain_every": 2, **settings})
+    usual = dict(
+        name="run",
+        objective="reconstruction",
+        data="-",
+        steps=3,
+        batch_size=8,
+        warmup_steps=1,
+        learning_rate=1e-2,
+        max_length=40,
+    )
+    return Recipe(
+        base=str(base), **{**usual, "dtype": "float32", "anchor_gain_every": 2, **settings}
+    )
 
 
 def lines_and_card(folder):
@@ -30,9 +41,12 @@ def by_hand(stage, watched):
     """Gain and ceiling of these pairs, of the base as it is."""
     tokenizer = prepare_tokenizer(stage, stage.base)
     batch = tokenize_batch(watched, tokenizer, Instructions.none(), hard_negatives=0)
-    objective, decoder = stage.objective.prepared(tokenizer), load_decoder(stage.base).eval()
+    objective = stage.objective.prepared(tokenizer)
+    decoder = load_decoder(stage.base).eval()
     ceiling = anchor_ceiling(decoder, batch, separator_ids(tokenizer), tokenizer.template.opening)
-    return anchor_gain(objective, decoder, batch), {name: ceiling[name].saving for name in ("q2d", "d2q")}
+    return anchor_gain(objective, decoder, batch), {
+        name: ceiling[name].saving for name in ("q2d", "d2q")
+    }
 
 
 def check(stage, folder, watched):
@@ -44,7 +58,9 @@ def check(stage, folder, watched):
     for name, nats in card["yardstick"].items():
         for line in (lines[0], lines[2]):
             share = line[f"anchor_gain_{name}"] / nats if nats > 0 else None
-            assert line.get(f"share_of_ceiling_{name}") == (share and pytest.approx(share, rel=1e-6))
+            assert line.get(f"share_of_ceiling_{name}") == (
+                share and pytest.approx(share, rel=1e-6)
+            )
     return card
 
 
@@ -54,20 +70,36 @@ def test_pairs_that_the_run_does_not_train_on(base, examples, tmp_path):
     trained = {row for step in range(3) for row in data.plan.step(step)}
     unseen = data.unseen(3, WATCHED)
     watched = data.unseen(3, 8)
-    assert len(trained) == 24 and set(unseen) == set(range(40)) - trained and data.unseen(3, 5) == data.unseen(3, 5) != unseen
+    assert (
+        len(trained) == 24
+        and set(unseen) == set(range(40)) - trained
+        and data.unseen(3, 5) == data.unseen(3, 5) != unseen
+    )
     train(stage, tmp_path / "run", examples, progress=False, say=quiet)
-    assert check(stage, tmp_path / "run", [examples[row] for row in watched])["watched"] == "8 pairs that the run does not train on"
+    assert (
+        check(stage, tmp_path / "run", [examples[row] for row in watched])["watched"]
+        == "8 pairs that the run does not train on"
+    )
 
 
 def test_pairs_that_the_caller_holds_out(base, examples, tmp_path):
-    train(recipe(base), tmp_path / "run", examples[:30], progress=False, say=quiet, heldout=examples[30:])
+    train(
+        recipe(base),
+        tmp_path / "run",
+        examples[:30],
+        progress=False,
+        say=quiet,
+        heldout=examples[30:],
+    )
     assert check(recipe(base), tmp_path / "run", examples[30:38])["watched"] == "8 held-out pairs"
 
 
 def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):
     train(recipe(base, steps=5), tmp_path / "run", examples, progress=False, say=quiet)
     lines, card = lines_and_card(tmp_path / "run")
-    assert card["watched"].startswith("the batch that is trained on next") and card["yardstick"] == {}
+    assert (
+        card["watched"].startswith("the batch that is trained on next") and card["yardstick"] == {}
+    )
     assert [line["step"] for line in lines if "anchor_gain_q2d" in line] == [1, 3, 5]
     assert not any("share_of_ceiling_q2d" in line for line in lines)
 
@@ -78,7 +110,9 @@ def test_nothing_is_measured_where_nothing_is_asked_for(base, examples, tmp_path
         stage = recipe(base).replace(**settings) if not asked else recipe(base, **asked)
         train(stage, tmp_path / stage.objective.name, examples, progress=False, say=quiet)
         lines, card = lines_and_card(tmp_path / stage.objective.name)
-        assert (card["watched"], card["yardstick"]) == ("", {}) and not any("mean_cosine" in line for line in lines)
+        assert (card["watched"], card["yardstick"]) == ("", {}) and not any(
+            "mean_cosine" in line for line in lines
+        )
 
 
 def test_a_run_that_goes_on_keeps_its_ceiling(base, examples, tmp_path):
@@ -96,6 +130,12 @@ def test_what_is_too_long_for_a_ceiling_is_said(base, examples, tmp_path):
     said = []
     long = recipe(base, max_length=520)
     texts = [type(example)(example.query * 60, example.positive * 60) for example in examples[:20]]
-    train(long.replace(batch_size=2, steps=2), tmp_path / "run", texts, progress=False, say=said.append)
+    train(
+        long.replace(batch_size=2, steps=2),
+        tmp_path / "run",
+        texts,
+        progress=False,
+        say=said.append,
+    )
     assert any("the gain has no ceiling beside it: " in line for line in said)
     assert "anchor_gain_q2d" in lines_and_card(tmp_path / "run")[0][0]

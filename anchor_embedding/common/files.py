@@ -17,7 +17,9 @@ from .errors import InputError
 # %% ../../nbs/common/10_files.ipynb #8bbfc045
 @contextmanager
 def _written_aside(path: Path, make):
-    "Yield a path made beside `path` by `make`; rename it into place on success, remove it on failure."
+    """Yield a path made beside `path` by `make`; rename it into place on success, remove it on
+    failure.
+    """
     aside = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,10 @@ def _written_aside(path: Path, make):
     except Exception as error:
         if isinstance(error, InputError) or not _is_io(error):
             raise
-        raise InputError(f"cannot write {path}: {error}; nothing half-written was left. Free space or choose another place") from error
+        raise InputError(
+            f"cannot write {path}: {error}; nothing half-written was left. Free space "
+            "or choose another place"
+        ) from error
     finally:
         if aside is not None:
             with suppress(FileNotFoundError):
@@ -41,10 +46,16 @@ def _replace_folder(path: Path, aside: Path) -> None:
     "Put `aside` in the place of an existing folder, unless that would lose files."
     if not aside.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file")
-    others = sorted({entry.name for entry in path.iterdir()} - {entry.name for entry in aside.iterdir()})
+    others = sorted(
+        {entry.name for entry in path.iterdir()} - {entry.name for entry in aside.iterdir()}
+    )
     if others:
-        raise InputError(f"cannot write {path}: it holds other files ({', '.join(others[:3])}); choose another place or remove them")
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))  # a folder cannot be replaced in one step
+        raise InputError(
+            f"cannot write {path}: it holds other files ({', '.join(others[:3])}); "
+            "choose another place or remove them"
+        )
+    # a folder cannot be replaced in one step
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
     os.replace(path, old / path.name)
     os.replace(aside, path)
     shutil.rmtree(old)
@@ -69,12 +80,16 @@ def _temporary_folder(dir, prefix):
 
 
 def atomic_file(path: str | os.PathLike):
-    "Context manager: a path to write a file to; it becomes `path` when the block ends well. Raises `InputError`."
+    """Context manager: a path to write a file to; it becomes `path` when the block ends well.
+    Raises `InputError`.
+    """
     return _written_aside(Path(path), _temporary_file)
 
 
 def atomic_folder(path: str | os.PathLike):
-    "Context manager: a new folder to fill; it becomes `path` (replacing it) when the block ends well. Raises `InputError`."
+    """Context manager: a new folder to fill; it becomes `path` (replacing it) when the block ends
+    well. Raises `InputError`.
+    """
     return _written_aside(Path(path), _temporary_folder)
 
 
@@ -88,7 +103,9 @@ def write_text(
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:
-    "`ANCHOR_CACHE` if set, else `anchor_embedding` in the user's cache folder (XDG_CACHE_HOME or ~/.cache)."
+    """`ANCHOR_CACHE` if set, else `anchor_embedding` in the user's cache folder (XDG_CACHE_HOME or
+    ~/.cache).
+    """
     if chosen := os.environ.get("ANCHOR_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anchor_embedding"

@@ -19,15 +19,23 @@ def in_notebook() -> bool:
 
 
 def watched() -> bool:
-    "Whether someone sees a redrawn line: the error stream is a terminal, or this is a Jupyter kernel."
+    """Whether someone sees a redrawn line: the error stream is a terminal, or this is a Jupyter
+    kernel.
+    """
     return sys.stderr.isatty() or in_notebook()
 
 
 class LogLines:
-    "The part of tqdm's interface used here, as a plain line every `seconds`; work that is shorter says nothing."
+    """The part of tqdm's interface used here, as a plain line every `seconds`; work that is shorter
+    says nothing.
+    """
 
     def __init__(self, total: int, desc: str, initial: int = 0, seconds: float = 30):
-        self.total, self.desc, self.n, self.first, self.seconds = total, desc, initial, initial, seconds
+        self.total = total
+        self.desc = desc
+        self.n = initial
+        self.first = initial
+        self.seconds = seconds
         self.began = self.shown = time.monotonic()
         self.postfix = ""
 
@@ -40,8 +48,16 @@ class LogLines:
         if now - self.shown >= self.seconds:
             self.shown = now
             done = self.n - self.first
-            left = f", {(now - self.began) / done * (self.total - self.n):.0f} s left" if done > 0 else ""
-            print(f"{self.desc} {self.n}/{self.total}{left}  {self.postfix}", file=sys.stderr, flush=True)
+            left = (
+                f", {(now - self.began) / done * (self.total - self.n):.0f} s left"
+                if done > 0
+                else ""
+            )
+            print(
+                f"{self.desc} {self.n}/{self.total}{left}  {self.postfix}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self):
         pass

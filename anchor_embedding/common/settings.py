@@ -14,7 +14,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
 
 # %% ../../nbs/common/20_settings.ipynb #78fa0e35
 from .errors import InputError
@@ -86,7 +94,8 @@ _TYPES = {
 
 def _must_be(error: Mapping) -> str:
     "What one error of pydantic asks for."
-    given, kind = error.get("ctx", {}), error["type"]
+    given = error.get("ctx", {})
+    kind = error["type"]
     if kind == "literal_error":
         return "one of " + given["expected"].replace("'", "").replace(" or ", ", ")
     if kind == "value_error":
@@ -98,7 +107,13 @@ def _must_be(error: Mapping) -> str:
             return f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
     wanted = _TYPES.get(kind, error["msg"])
     inside_list = len(error["loc"]) > 1 and isinstance(error["loc"][1], int)
-    return wanted.replace("a whole number", "a list of whole numbers").replace("text", "a list of names") if inside_list else wanted
+    return (
+        wanted.replace("a whole number", "a list of whole numbers").replace(
+            "text", "a list of names"
+        )
+        if inside_list
+        else wanted
+    )
 
 
 def refusal(
@@ -141,7 +156,11 @@ def checked_by(kind: type) -> type[BaseModel]:
     "The pydantic model of a dataclass."
     hints = get_type_hints(kind, include_extras=True)
     default = {f.name: ... if f.default is MISSING else f.default for f in fields(kind)}
-    return create_model(kind.__name__, __config__=STRICT, **{name: (hints[name], value) for name, value in default.items()})
+    return create_model(
+        kind.__name__,
+        __config__=STRICT,
+        **{name: (hints[name], value) for name, value in default.items()},
+    )
 
 
 @cache
@@ -153,7 +172,9 @@ def settings_of(kind: type) -> dict[str, object]:  # name → default; ... where
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    "A frozen dataclass that raises `InputError` for fields that are not what their annotations say."
+    """A frozen dataclass that raises `InputError` for fields that are not what their annotations
+    say.
+    """
 
     prefix = ""  # of the names in messages
 

@@ -25,7 +25,13 @@ def cell_text(value) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -39,7 +45,10 @@ def facts_html(
 ) -> str:
     "Names and values, one below the other."
     left = 'style="text-align:left"'
-    row = lambda name, value: f'<tr><th scope="row" {left}>{html.escape(name)}</th><td {left}>{html.escape(cell_text(value))}</td></tr>'
+
+    def row(name, value):
+        return f'<tr><th scope="row" {left}>{html.escape(name)}</th><td {left}>{html.escape(cell_text(value))}</td></tr>'
+
     rows = "".join(row(name, value) for name, value in facts.items() if value != "")
     return f"<table><caption {left}>{html.escape(title)}</caption><tbody>{rows}</tbody></table>"
 
@@ -50,10 +59,17 @@ def rows_html(
     rows: Iterable[Sequence],  # of as many values as the header; the first one names the row
 ) -> str:
     "A table with a header; numbers are aligned to the right."
-    cell = lambda tag, value, extra="": f'<{tag}{extra} style="text-align:right">{html.escape(cell_text(value))}</{tag}>'
-    first = lambda value: f'<th scope="row" style="text-align:left">{html.escape(cell_text(value))}</th>'
+
+    def cell(tag, value, extra=""):
+        return f'<{tag}{extra} style="text-align:right">{html.escape(cell_text(value))}</{tag}>'
+
+    def first(value):
+        return f'<th scope="row" style="text-align:left">{html.escape(cell_text(value))}</th>'
+
     head = "".join(cell("th", name, ' scope="col"') for name in header)
-    body = "".join(f"<tr>{first(row[0])}{''.join(cell('td', value) for value in row[1:])}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{first(row[0])}{''.join(cell('td', value) for value in row[1:])}</tr>" for row in rows
+    )
     caption = f'<caption style="text-align:left">{html.escape(title)}</caption>'
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -74,12 +90,15 @@ class Picture:
         "The picture alone; `style` is CSS of its own."
         label = html.escape(self.text)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="{self.width:g}" style="font:11px system-ui,sans-serif;{style}" fill="currentColor"><title>{label}</title>{self.shapes}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" viewBox="0 0 '
+            f'{self.width:g} {self.height:g}" '
+            f'width="{self.width:g}" style="font:11px system-ui,sans-serif;{style}" '
+            f'fill="currentColor"><title>{label}</title>{self.shapes}</svg>'
         )
 
     def _repr_html_(self) -> str:
-        fits = f"max-width:100%;min-width:{0.7 * self.width:.0f}px;height:auto"  # smaller, it would not be read: it is scrolled
+        # smaller, it would not be read: it is scrolled
+        fits = f"max-width:100%;min-width:{0.7 * self.width:.0f}px;height:auto"
         return f'<div style="overflow-x:auto">{self.svg(fits)}</div>'
 
     def save(self, path) -> None:
@@ -105,7 +124,11 @@ def _ticks(low: float, high: float, number: int) -> list[float]:
     "Round numbers from `low` to `high`."
     from matplotlib.ticker import MaxNLocator
 
-    return [tick for tick in MaxNLocator(number, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= tick <= high]
+    return [
+        tick
+        for tick in MaxNLocator(number, steps=[1, 2, 5, 10]).tick_values(low, high)
+        if low <= tick <= high
+    ]
 
 
 def curve(
@@ -118,13 +141,22 @@ def curve(
     points = [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
     if not points:
         return Picture("", 1, 1, f"{name}: no steps yet")
-    (width, height, (left, top, right, bottom)), (xs, ys) = CURVE, zip(*points, strict=True)
-    low, high = min(0.0, *ys), max(*ys, 0.0) or 1.0
-    across = lambda x: left + (width - left - right) * (x - min(xs)) / ((max(xs) - min(xs)) or 1)
-    up = lambda y: height - bottom - (height - top - bottom) * (y - low) / (high - low)
+    width, height, (left, top, right, bottom) = CURVE
+    xs, ys = zip(*points, strict=True)
+    low = min(0.0, *ys)
+    high = max(*ys, 0.0) or 1.0
+
+    def across(x):
+        return left + (width - left - right) * (x - min(xs)) / ((max(xs) - min(xs)) or 1)
+
+    def up(y):
+        return height - bottom - (height - top - bottom) * (y - low) / (high - low)
+
     shapes = ""
     for y in _ticks(low, high, 4):
-        shapes += f'<path d="M{left} {up(y):.2f}H{width - right}" stroke="currentColor" opacity="0.18"/>'
+        shapes += (
+            f'<path d="M{left} {up(y):.2f}H{width - right}" stroke="currentColor" opacity="0.18"/>'
+        )
         shapes += label(left - 6, up(y) + 4, f"{y:g}", 'text-anchor="end"')
     for x in [tick for tick in _ticks(min(xs), max(xs), 6) if tick == int(tick)]:
         shapes += label(across(x), height - 12, f"{x:g}", 'text-anchor="middle"')
@@ -133,7 +165,12 @@ def curve(
     shapes += f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="1.8"/>'
     shapes += f'<circle cx="{across(xs[-1]):.2f}" cy="{up(ys[-1]):.2f}" r="3" fill="{ink}"/>'
     shapes += label(across(xs[-1]) + 7, up(ys[-1]) + 4, f"{ys[-1]:.3g}", 'font-weight="bold"')
-    return Picture(shapes, width, height, f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}")
+    return Picture(
+        shapes,
+        width,
+        height,
+        f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}",
+    )
 
 # %% ../../nbs/common/40_show.ipynb #79c76709
 @cache
@@ -146,7 +183,9 @@ def register_figures() -> None:
 
 # %% ../../nbs/common/40_show.ipynb #a63b705e
 class LossCurve:
-    "A curve that is drawn anew in its place, at most every `seconds`; called with one row after another."
+    """A curve that is drawn anew in its place, at most every `seconds`; called with one row after
+    another.
+    """
 
     def __init__(
         self,
@@ -154,9 +193,13 @@ class LossCurve:
         key: str = "loss",
         plain: bool | None = None,  # print lines; None = where this is no notebook
     ):
-        self.seconds, self.key, self.rows = seconds, key, []
+        self.seconds = seconds
+        self.key = key
+        self.rows = []
         self.plain = not in_notebook() if plain is None else plain
-        self._time, self._shown, self._place = -math.inf, 0, None
+        self._time = -math.inf
+        self._shown = 0
+        self._place = None
 
     def __call__(self, row: Mapping) -> None:
         "One more step: a row with `step` and the quantity."

@@ -64,7 +64,13 @@ GEMMA = """{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.
 
 # %% ../../nbs/common/50_tiny.ipynb #ccd8f389
 _CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+_LLAMA3_TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 KINDS = {
     "llama3": dict(special=_LLAMA3_TOKENS, bos="<|begin_of_text|>", eos="<|eot_id|>", prepend_bos=True, template=LLAMA3),
     "qwen2": dict(special=_CHATML_TOKENS, eos="<|im_end|>", pad="<|endoftext|>", template=CHATML),
@@ -81,10 +87,17 @@ def _pre_tokenizer(kind):
     from tokenizers import pre_tokenizers as pre
 
     if kind == "smollm2":
-        return pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+        return pre.Sequence(
+            [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+        )
     digits = r"\p{N}{1,3}" if kind == "llama3" else r"\p{N}"
     words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return pre.Sequence([pre.Split(Regex(words), "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre.Sequence(
+        [
+            pre.Split(Regex(words), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def _byte_level(kind, special):
@@ -97,7 +110,10 @@ def _byte_level(kind, special):
     backend.pre_tokenizer = _pre_tokenizer(kind)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator(PROSE.splitlines(), trainer)
     return backend
@@ -108,25 +124,34 @@ def _byte_fallback(kind, special):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "mistral" else "never")
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first" if kind == "mistral" else "never"
+    )
     lead = special + [f"<0x{byte:02X}>" for byte in range(256)]
-    # a third of what is left for the most frequent characters (the others fall back to bytes), the rest for merges
+    # a third of what is left for the most frequent characters (the others fall back to bytes), the
+    # rest for merges
     room = VOCAB_SIZE - len(lead)
     counts = Counter(PROSE.replace("\n", " "))
     alphabet = sorted(counts, key=lambda character: (-counts[character], character))[: room // 3]
     prose = "".join(character if character in alphabet else " " for character in PROSE)
     learner.train_from_iterator([prose], trainers.BpeTrainer(vocab_size=room, show_progress=False))
     model = json.loads(learner.to_str())["model"]
-    vocab = {token: len(lead) + index for token, index in model["vocab"].items()} | {token: i for i, token in enumerate(lead)}
+    vocab = {token: len(lead) + index for token, index in model["vocab"].items()} | {
+        token: i for i, token in enumerate(lead)
+    }
     merges = [tuple(merge) for merge in model["merges"]]
 
-    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if kind == "mistral":
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         backend.normalizer = normalizers.Replace(" ", "▁")
     strip = [decoders.Strip(" ", 1, 0)] if kind == "mistral" else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 # %% ../../nbs/common/50_tiny.ipynb #00e84db5
@@ -135,12 +160,18 @@ def _backend_json(kind):
     from tokenizers import AddedToken, processors
 
     traits = KINDS[kind]
-    backend = (_byte_fallback if kind in ("mistral", "gemma") else _byte_level)(kind, traits["special"])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in traits["special"]])
+    backend = (_byte_fallback if kind in ("mistral", "gemma") else _byte_level)(
+        kind, traits["special"]
+    )
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in traits["special"]]
+    )
     if traits.get("prepend_bos"):
         bos = traits["bos"]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, backend.token_to_id(bos))],
         )
     return backend.to_str()
 
@@ -148,13 +179,19 @@ def _backend_json(kind):
 def tiny_tokenizer(
     kind="smollm2",  # a key of `KINDS`: llama3, qwen2, qwen3, smollm2, mistral, gemma
 ):
-    "A fresh transformers tokenizer of `VOCAB_SIZE` tokens with the structure and chat template of `kind` (instruct variant)."
+    """A fresh transformers tokenizer of `VOCAB_SIZE` tokens with the structure and chat template of
+    `kind` (instruct variant).
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     traits = KINDS[kind]
-    named = {f"{role}_token": traits[role] for role in ("bos", "eos", "pad", "unk") if role in traits}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_backend_json(kind)), **named)
+    named = {
+        f"{role}_token": traits[role] for role in ("bos", "eos", "pad", "unk") if role in traits
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend_json(kind)), **named
+    )
     tokenizer.chat_template = traits["template"]
     return tokenizer
 
@@ -168,7 +205,9 @@ def tiny_model(
     seed=0,  # of the random weights; the global generator is left alone
     **overrides,  # any field of the model's configuration
 ):
-    "A random causal LM of transformers (float32, eval mode, CPU), with logits that are far from flat."
+    """A random causal LM of transformers (float32, eval mode, CPU), with logits that are far from
+    flat.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -178,7 +217,11 @@ def tiny_model(
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     if kind == "gemma3_text":  # one layer of each of its two kinds of attention
-        sizes |= dict(layer_types=["sliding_attention", "full_attention"], sliding_window=512, query_pre_attn_scalar=8)
+        sizes |= dict(
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=512,
+            query_pre_attn_scalar=8,
+        )
     config = AutoConfig.for_model(kind, **(sizes | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -32,7 +32,9 @@ def _generator(*key):
 
 
 def _rows_by_dataset(sizes):
-    "Dataset → the global indices of its examples, from {name: size}, {name: indices} or one name for each example."
+    """Dataset → the global indices of its examples, from {name: size}, {name: indices} or one name
+    for each example.
+    """
     if isinstance(sizes, dict):
         if any(isinstance(indices, np.ndarray) for indices in sizes.values()):
             return dict(sizes)
@@ -47,7 +49,9 @@ def _rows_by_dataset(sizes):
 def parse_sampling(
     entries: Iterable[str],  # "dataset=ratio" each
 ) -> dict[str, float]:
-    "{dataset: ratio}. Raises `InputError` for anything but a name and a number of 0 or more, and for a name given twice."
+    """{dataset: ratio}. Raises `InputError` for anything but a name and a number of 0 or more, and
+    for a name given twice.
+    """
     ratios = {}
     for entry in entries:
         name, equals, number = (part.strip() for part in entry.rpartition("="))
@@ -56,7 +60,10 @@ def parse_sampling(
         except ValueError:
             ratio = math.nan
         if not equals or not name or not 0 <= ratio < math.inf:
-            raise InputError(f"sampling {entry!r}: write dataset=ratio with a ratio of 0 or more, like nq=2 or msmarco_passage=0.25")
+            raise InputError(
+                f"sampling {entry!r}: write dataset=ratio with a ratio of 0 or more, "
+                "like nq=2 or msmarco_passage=0.25"
+            )
         if name in ratios:
             raise InputError(f"sampling names {name!r} twice; give each dataset one ratio")
         ratios[name] = ratio
@@ -64,9 +71,14 @@ def parse_sampling(
 
 
 def _rows_in_a_pass(sizes, sampling):
-    "{dataset: how many rows a pass takes of it}, from {dataset: size}; raises `InputError` for a dataset that is not there."
+    """{dataset: how many rows a pass takes of it}, from {dataset: size}; raises `InputError` for a
+    dataset that is not there.
+    """
     if unknown := sorted(set(sampling) - set(sizes)):
-        raise InputError(f"sampling names {', '.join(map(repr, unknown))}, but the data has {', '.join(sorted(sizes)) or 'no datasets'}")
+        raise InputError(
+            f"sampling names {', '.join(map(repr, unknown))}, but the data has "
+            f"{', '.join(sorted(sizes)) or 'no datasets'}"
+        )
     return {name: round(sampling.get(name, 1) * size) for name, size in sizes.items()}
 
 # %% ../../nbs/data/40_batches.ipynb #bcdb72f7
@@ -75,33 +87,49 @@ class BatchPlan:
 
     def __init__(
         self,
-        sizes: dict | Sequence[str],  # {dataset: size}, in order, {dataset: indices of its examples}, or one name for each example
+        # {dataset: size}, in order, {dataset: indices of its examples}, or one name for each
+        # example
+        sizes: dict | Sequence[str],
         batch_size: int,  # examples in a batch
         seed: int = 42,
-        sampling: dict[str, float] | None = None,  # dataset → rows a pass takes of it, as a multiple of its size; 1 if not named
+        # dataset → rows a pass takes of it, as a multiple of its size; 1 if not named
+        sampling: dict[str, float] | None = None,
     ):
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size, self.seed, self.sampling = batch_size, seed, dict(sampling or {})
         rows = _rows_by_dataset(sizes)
-        taken = _rows_in_a_pass({name: len(indices) for name, indices in rows.items()}, self.sampling)
-        usable = {name: min(taken[name], len(indices)) for name, indices in rows.items()}  # of different rows
+        taken = _rows_in_a_pass(
+            {name: len(indices) for name, indices in rows.items()}, self.sampling
+        )
+        # of different rows
+        usable = {name: min(taken[name], len(indices)) for name, indices in rows.items()}
         self.left_out = {name: count for name, count in usable.items() if count < batch_size}
         self.rows = {name: indices for name, indices in rows.items() if name not in self.left_out}
         if not self.rows:
             largest = max(self.left_out.values(), default=0)
             remedy = f"set batch_size to at most {largest}" if largest else "give examples"
-            raise InputError(f"no dataset fills a batch of {batch_size} examples (the largest has {largest}): {remedy}")
+            raise InputError(
+                f"no dataset fills a batch of {batch_size} examples (the largest has "
+                f"{largest}): {remedy}"
+            )
         for name, count in self.left_out.items():
             if self.sampling.get(name) != 0:
-                warnings.warn(f"dataset {name!r} is left out: {counted(count, 'example')} cannot fill a batch of {batch_size}", stacklevel=2)
+                warnings.warn(
+                    f"dataset {name!r} is left out: {counted(count, 'example')} cannot "
+                    f"fill a batch of {batch_size}",
+                    stacklevel=2,
+                )
         self.batches = {name: taken[name] // batch_size for name in self.rows}
         self.steps_per_pass = sum(self.batches.values())
-        self._pass, self._order = None, []  # the pass asked for last
+        self._pass = None
+        self._order = []  # the pass asked for last
 
     def __repr__(self):
         sampling = f", sampling={self.sampling}" if self.sampling else ""
-        return f"BatchPlan({self.batches}, batch_size={self.batch_size}, seed={self.seed}{sampling})"
+        return (
+            f"BatchPlan({self.batches}, batch_size={self.batch_size}, seed={self.seed}{sampling})"
+        )
 
     def step(self, k: int) -> list[int]:  # `batch_size` indices of examples
         "The examples of step `k` (from 0, over all passes)."
@@ -117,7 +145,8 @@ def _drawn(generator, rows, count, batch_size):
     drawn = generator.permutation(rows)
     while len(drawn) < count:
         copy = generator.permutation(rows)
-        unfinished = drawn[len(drawn) // batch_size * batch_size :]  # the rows of the batch that the copy completes
+        # the rows of the batch that the copy completes
+        unfinished = drawn[len(drawn) // batch_size * batch_size :]
         again = np.isin(copy, unfinished)
         drawn = np.concatenate([drawn, copy[~again], copy[again]])
     return drawn[:count]
@@ -151,8 +180,10 @@ class Instructions:
     "Dataset → its instructions, and whether positives get them too."
 
     source: str  # "none", "paper", "as_released" or the path of a file
-    table: dict[str, tuple[str, ...]] = field(default_factory=dict)  # dataset → its instructions, alternating by row
-    symmetric: frozenset[str] = frozenset()  # datasets whose positives get the instruction of the query
+    # dataset → its instructions, alternating by row
+    table: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # datasets whose positives get the instruction of the query
+    symmetric: frozenset[str] = frozenset()
 
     def for_example(
         self,
@@ -175,16 +206,22 @@ class Instructions:
     @classmethod
     def paper(cls) -> "Instructions":
         "Table 6 of the paper."
-        return _instructions_from_csv("paper", resources.files("anchor_embedding") / "resources" / "training_instructions.csv")
+        return _instructions_from_csv(
+            "paper", resources.files("anchor_embedding") / "resources" / "training_instructions.csv"
+        )
 
     @classmethod
     def as_released(cls) -> "Instructions":
-        "Table 6 as the released code applies it: to queries only, because its branch for symmetric datasets never runs."
+        """Table 6 as the released code applies it: to queries only, because its branch for
+        symmetric datasets never runs.
+        """
         return cls("as_released", cls.paper().table)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike) -> "Instructions":
-        "From a CSV (dataset,instruction,symmetric) or TOML file. Raises `InputError` naming file, line and remedy."
+        """From a CSV (dataset,instruction,symmetric) or TOML file. Raises `InputError` naming file,
+        line and remedy.
+        """
         return _instructions_from_file(Path(path))
 
 # %% ../../nbs/data/40_batches.ipynb #8348b44c
@@ -192,23 +229,36 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def _instructions_from_csv(source, path):
-    table, symmetric = {}, set()
+    table = {}
+    symmetric = set()
     for where, row in csv_rows(path, [("dataset",), ("instruction",)]):
         if isinstance(row, BadRow):
             raise InputError(f"{where}: {row}")
         if unknown := set(row) - {"dataset", "instruction", "symmetric"}:
-            raise InputError(f"{path}:1: unknown column {min(unknown)!r}; the columns are dataset,instruction,symmetric")
-        name, instruction, flag = row["dataset"].strip(), row["instruction"].strip(), row.get("symmetric", "").strip().lower()
+            raise InputError(
+                f"{path}:1: unknown column {min(unknown)!r}; the columns are "
+                "dataset,instruction,symmetric"
+            )
+        name = row["dataset"].strip()
+        instruction = row["instruction"].strip()
+        flag = row.get("symmetric", "").strip().lower()
         if not name or not instruction:
-            raise InputError(f"{where}: dataset and instruction must not be empty; fill them in or remove the line")
+            raise InputError(
+                f"{where}: dataset and instruction must not be empty; fill them in or "
+                "remove the line"
+            )
         if flag not in _FLAGS:
             raise InputError(f"{where}: symmetric is 0 or 1, not {flag!r}")
         if name in table and _FLAGS[flag] != (name in symmetric):
-            raise InputError(f"{where}: {name!r} is symmetric in one line and not in another; make them agree")
+            raise InputError(
+                f"{where}: {name!r} is symmetric in one line and not in another; make them agree"
+            )
         table[name] = (*table.get(name, ()), instruction)
         symmetric |= {name} if _FLAGS[flag] else set()
     if not table:
-        raise InputError(f"{path}: no instructions; write lines like nq,\"Given a question, retrieve passages\",0")
+        raise InputError(
+            f'{path}: no instructions; write lines like nq,"Given a question, retrieve passages",0'
+        )
     return Instructions(source, table, frozenset(symmetric))
 
 # %% ../../nbs/data/40_batches.ipynb #91e8e2cd
@@ -217,27 +267,44 @@ def _instructions_from_toml(path):
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken TOML or not UTF-8
         raise InputError(f"{path}: broken TOML ({error}); correct it there") from None
-    table, symmetric = {}, set()
+    table = {}
+    symmetric = set()
     for name, entry in entries.items():
         entry = entry if isinstance(entry, dict) else {"instruction": entry}
         choices = entry.get("instruction")
         choices = [choices] if isinstance(choices, str) else choices
         flag = entry.get("symmetric", False)
-        texts = isinstance(choices, list) and choices and all(isinstance(text, str) and text.strip() for text in choices)
+        texts = (
+            isinstance(choices, list)
+            and choices
+            and all(isinstance(text, str) and text.strip() for text in choices)
+        )
         if not texts or not isinstance(flag, bool) or set(entry) - {"instruction", "symmetric"}:
-            raise InputError(f'{path}: [{name}] must have instruction = "…" (or a list of texts) and may have symmetric = true or false')
+            raise InputError(
+                f'{path}: [{name}] must have instruction = "…" (or a list of texts) '
+                "and may have symmetric = true or false"
+            )
         table[name] = tuple(choices)
         symmetric |= {name} if flag else set()
     if not table:
-        raise InputError(f'{path}: no instructions; write lines like nq = "Given a question, retrieve passages"')
+        raise InputError(
+            f'{path}: no instructions; write lines like nq = "Given a question, retrieve passages"'
+        )
     return Instructions(str(path), table, frozenset(symmetric))
 
 
 def _instructions_from_file(path):
     if path.suffix.lower() not in (".csv", ".toml"):
-        raise InputError(f"{path}: instructions are read from .csv or .toml files, or named 'none', 'paper' or 'as_released'")
+        raise InputError(
+            f"{path}: instructions are read from .csv or .toml files, or named "
+            "'none', 'paper' or 'as_released'"
+        )
     try:
-        return _instructions_from_csv(str(path), path) if path.suffix.lower() == ".csv" else _instructions_from_toml(path)
+        return (
+            _instructions_from_csv(str(path), path)
+            if path.suffix.lower() == ".csv"
+            else _instructions_from_toml(path)
+        )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None
 
@@ -266,15 +333,26 @@ class TokenBatch:
     def take(self, rows: Iterable[int]) -> "TokenBatch":
         "The batch of these rows, in this order."
         rows = list(rows)
-        return TokenBatch(*([part[row] for row in rows] for part in (self.queries, self.positives, self.negatives)))
+        return TokenBatch(
+            *(
+                [part[row] for row in rows]
+                for part in (self.queries, self.positives, self.negatives)
+            )
+        )
 
     def __repr__(self):
         return f"TokenBatch({len(self)} pairs, {sum(map(len, self.negatives))} negatives, {self.num_tokens} tokens)"
 
     def _repr_html_(self):
-        sides = {"queries": self.queries, "positives": self.positives, "negatives": [text for row in self.negatives for text in row]}
+        sides = {
+            "queries": self.queries,
+            "positives": self.positives,
+            "negatives": [text for row in self.negatives for text in row],
+        }
         lengths = {name: [len(text) for text in texts] for name, texts in sides.items() if texts}
-        rows = [(name, len(n), sum(n), min(n), sum(n) / len(n), max(n)) for name, n in lengths.items()]
+        rows = [
+            (name, len(n), sum(n), min(n), sum(n) / len(n), max(n)) for name, n in lengths.items()
+        ]
         return rows_html(repr(self), ["", "texts", "tokens", "shortest", "mean", "longest"], rows)
 
 # %% ../../nbs/data/40_batches.ipynb #6c7d694e
@@ -282,16 +360,30 @@ def tokenize_batch(
     examples: Sequence[Example],
     text_tokenizer: TextTokenizer,
     instructions: Instructions,
-    indices: Iterable[int] | None = None,  # the rows of `examples` to take, in this order; None: all
+    # the rows of `examples` to take, in this order; None: all
+    indices: Iterable[int] | None = None,
     hard_negatives: int = 1,  # at most this many negatives of each example, the first ones; 0: none
 ) -> TokenBatch:
-    "Tokenise a batch with one tokenizer call. An example's instruction depends on its dataset and its index."
+    """Tokenise a batch with one tokenizer call. An example's instruction depends on its dataset and
+    its index.
+    """
     indices = list(range(len(examples)) if indices is None else indices)
     chosen = [examples[index] for index in indices]
-    told = [instructions.for_example(example.dataset, index) for example, index in zip(chosen, indices, strict=True)]
+    told = [
+        instructions.for_example(example.dataset, index)
+        for example, index in zip(chosen, indices, strict=True)
+    ]
     negatives = [example.negatives[:hard_negatives] for example in chosen]
-    texts = [e.query for e in chosen] + [e.positive for e in chosen] + [text for part in negatives for text in part]
+    texts = (
+        [e.query for e in chosen]
+        + [e.positive for e in chosen]
+        + [text for part in negatives for text in part]
+    )
     heads = [query for query, _ in told] + [positive for _, positive in told]
     heads += [positive for (_, positive), part in zip(told, negatives, strict=True) for _ in part]
     tokens = iter(text_tokenizer(texts, heads))
-    return TokenBatch([next(tokens) for _ in chosen], [next(tokens) for _ in chosen], [[next(tokens) for _ in part] for part in negatives])
+    return TokenBatch(
+        [next(tokens) for _ in chosen],
+        [next(tokens) for _ in chosen],
+        [[next(tokens) for _ in part] for part in negatives],
+    )

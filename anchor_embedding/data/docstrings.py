@@ -41,7 +41,9 @@ def split_docstring(
     "The first paragraph and the rest; None when they make no good pair."
     summary, _, body = re.sub(r"\n[ \t]+\n", "\n\n", cleandoc(clean(docstring))).partition("\n\n")
     body = body.strip()
-    if re.search(r"^[-=~^*#]{3,}$", summary, re.MULTILINE) or summary.startswith((":", ">>>", "@", "..")):
+    if re.search(r"^[-=~^*#]{3,}$", summary, re.MULTILINE) or summary.startswith(
+        (":", ">>>", "@", "..")
+    ):
         return None
     summary = " ".join(summary.split())
     if not 3 <= len(summary.split()) <= 64 or len(body.split()) < 8:
@@ -55,7 +57,9 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _docstrings(node):
-    "Docstrings of `node` and of what is defined inside it, whatever `if`, `try` or `with` stands around."
+    """Docstrings of `node` and of what is defined inside it, whatever `if`, `try` or `with` stands
+    around.
+    """
     if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node, clean=False)):
         yield docstring
     for part in ("body", "handlers", "orelse", "finalbody"):
@@ -71,7 +75,11 @@ def _pairs_in(source):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the file's own, such as invalid escapes
-            return [pair for docstring in _docstrings(ast.parse(source)) if (pair := split_docstring(docstring))]
+            return [
+                pair
+                for docstring in _docstrings(ast.parse(source))
+                if (pair := split_docstring(docstring))
+            ]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
 
@@ -94,16 +102,28 @@ def _source_files(top):
     found = []
     for folder, folders, files in os.walk(top):
         folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
-        found += [Path(folder, file) for file in sorted(files) if file.endswith(".py") and not file.startswith("test_")]
+        found += [
+            Path(folder, file)
+            for file in sorted(files)
+            if file.endswith(".py") and not file.startswith("test_")
+        ]
     return found
 
 
 def _packages(roots):
-    "{import name: its folder or file}, sorted by name; in the order of `roots`, the first one wins."
+    """{import name: its folder or file}, sorted by name; in the order of `roots`, the first one
+    wins.
+    """
     found = {}
     for root in roots:
         for top in sorted(root.iterdir()):
-            name = top.name.removesuffix(".py") if top.is_file() and top.suffix == ".py" else top.name if top.is_dir() else ""
+            name = (
+                top.name.removesuffix(".py")
+                if top.is_file() and top.suffix == ".py"
+                else top.name
+                if top.is_dir()
+                else ""
+            )
             if name.isidentifier() and name not in _SKIPPED_FOLDERS and name != _OWN_PACKAGE:
                 found.setdefault(name, top)
     return dict(sorted(found.items()))
@@ -115,7 +135,9 @@ def _versions(roots):
     for distribution in metadata.distributions(path=[str(root) for root in roots]):
         version = distribution.version or ""
         for line in (distribution.read_text("RECORD") or "").splitlines():
-            versions.setdefault(line.split(",", 1)[0].strip('"').split("/")[0].removesuffix(".py"), version)
+            versions.setdefault(
+                line.split(",", 1)[0].strip('"').split("/")[0].removesuffix(".py"), version
+            )
         for name in (distribution.read_text("top_level.txt") or "").split():
             versions.setdefault(name, version)
     return versions
@@ -140,7 +162,14 @@ def _read_in_process(paths):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ours = str(Path(resources.files("anchor_embedding")).parent)
     environment["PYTHONPATH"] = os.pathsep.join([ours, environment["PYTHONPATH"]])
-    done = subprocess.run([sys.executable, "-c", _WORKER], input=json.dumps(paths), capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _WORKER],
+        input=json.dumps(paths),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     return json.loads(done.stdout) if done.returncode == 0 else _read_pairs(paths)
 
 
@@ -157,8 +186,16 @@ def _cache_file(tops, versions):
     "The cache file for exactly these packages."
     key = [2, BODY_CHARACTERS, sys.version_info[:2]]
     for name, top in tops.items():
-        key.append([name, versions.get(name) or [[str(f), f.stat().st_mtime_ns] for f in _source_files(top)]])
-    return cache_folder() / f"docstrings-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json.gz"
+        key.append(
+            [
+                name,
+                versions.get(name) or [[str(f), f.stat().st_mtime_ns] for f in _source_files(top)],
+            ]
+        )
+    return (
+        cache_folder()
+        / f"docstrings-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json.gz"
+    )
 
 
 def _load_cache(path):
@@ -171,7 +208,10 @@ def _load_cache(path):
 
 def _save_cache(path, pairs):
     try:
-        with atomic_file(path) as aside, gzip.open(aside, "wt", compresslevel=3, encoding="utf-8") as file:
+        with (
+            atomic_file(path) as aside,
+            gzip.open(aside, "wt", compresslevel=3, encoding="utf-8") as file,
+        ):
             json.dump(pairs, file)
     except InputError as error:
         warnings.warn(f"the pairs are not kept for the next time: {error}", stacklevel=2)
@@ -184,15 +224,21 @@ def _package_pairs(tops, versions, cache, workers):
         return pairs
     files = [(name, file) for name, top in tops.items() for file in _source_files(top)]
     pairs = {name: [] for name in tops}
-    for (name, _), found in zip(files, _read_all([str(file) for _, file in files], workers if len(files) > 1000 else 1), strict=True):
+    for (name, _), found in zip(
+        files,
+        _read_all([str(file) for _, file in files], workers if len(files) > 1000 else 1),
+        strict=True,
+    ):
         pairs[name] += found
     if path:
         _save_cache(path, pairs)
     return pairs
 
 # %% ../../nbs/data/20_docstrings.ipynb #3946f9e3
-DEVELOPMENT = ("anyio", "filelock", "httpx", "mpmath", "packaging", "requests", "urllib3")  # settings are chosen on these
-TEST = ("PIL", "click", "dateutil", "fsspec", "jinja2", "joblib", "networkx", "pyparsing", "rich")  # results are shown on these
+# settings are chosen on these
+DEVELOPMENT = ("anyio", "filelock", "httpx", "mpmath", "packaging", "requests", "urllib3")
+# results are shown on these
+TEST = ("PIL", "click", "dateutil", "fsspec", "jinja2", "joblib", "networkx", "pyparsing", "rich")
 HELDOUT = (*DEVELOPMENT, *TEST)
 
 
@@ -209,15 +255,22 @@ def _choose_heldout(heldout, pairs):
     "The names of the packages to hold out."
     if heldout is not None:
         if absent := [name for name in heldout if name not in pairs]:
-            raise InputError(f"cannot hold out {', '.join(absent)}: not installed; choose among {', '.join(n for n in pairs if pairs[n])}")
+            raise InputError(
+                f"cannot hold out {', '.join(absent)}: not installed; choose among "
+                f"{', '.join(n for n in pairs if pairs[n])}"
+            )
         return tuple(heldout)
     filled = [name for name in pairs if pairs[name]]
     if len(filled) < 2:
-        raise InputError(f"it takes two packages with docstring pairs, one of them to hold out, but there is {len(filled)}")
+        raise InputError(
+            "it takes two packages with docstring pairs, one of them to hold out, "
+            f"but there is {len(filled)}"
+        )
     usual = tuple(name for name in HELDOUT if name in filled)
     if usual and len(usual) < len(filled):
         return usual
-    names, total = [], sum(map(len, pairs.values()))
+    names = []
+    total = sum(map(len, pairs.values()))
     for name in sorted(filled, key=lambda name: hashlib.sha256(name.encode()).digest())[:-1]:
         names.append(name)
         if sum(len(pairs[name]) for name in names) * 20 >= total:
@@ -230,7 +283,9 @@ def _normalised(text):
 
 
 def _unique(pairs, names, seen):
-    "[(package, Example)] of the packages, without any query or positive that is in `seen`; both are added to it."
+    """[(package, Example)] of the packages, without any query or positive that is in `seen`; both
+    are added to it.
+    """
     kept = []
     for name in names:
         for query, positive in pairs[name]:
@@ -249,7 +304,8 @@ class DocstringPairs:
     heldout: list[Example]
     train_packages: list[str]  # the package of each training pair
     heldout_package_of: list[str]  # the package of each held-out pair
-    packages: dict[str, str]  # package → version ("" when unknown), for every package that gave a pair
+    # package → version ("" when unknown), for every package that gave a pair
+    packages: dict[str, str]
     heldout_packages: tuple[str, ...]  # packages of the held-out pairs
     duplicates: int  # pairs removed
 
@@ -259,22 +315,37 @@ class DocstringPairs:
 
 # %% ../../nbs/data/20_docstrings.ipynb #f6c317d7
 def docstring_pairs(
-    root: str | os.PathLike | Sequence[os.PathLike] | None = None,  # folder(s) of packages; None: those of this interpreter
-    heldout: Sequence[str] | None = None,  # import names of the packages to hold out; None: `HELDOUT`, else chosen by a hash
+    # folder(s) of packages; None: those of this interpreter
+    root: str | os.PathLike | Sequence[os.PathLike] | None = None,
+    # import names of the packages to hold out; None: `HELDOUT`, else chosen by a hash
+    heldout: Sequence[str] | None = None,
     packages: Sequence[str] | None = None,  # only these packages; None: all but our own
     cache: bool = True,  # keep what was read in the cache folder
     workers: int | None = None,  # processes that read; None: one for each core, at most 8
 ) -> DocstringPairs:
-    "Pairs (summary, rest) from the docstrings of the installed packages, in a fixed order. Raises `InputError`."
-    roots = _site_packages() if root is None else [Path(root)] if isinstance(root, str | os.PathLike) else [Path(path) for path in root]
+    """Pairs (summary, rest) from the docstrings of the installed packages, in a fixed order. Raises
+    `InputError`.
+    """
+    roots = (
+        _site_packages()
+        if root is None
+        else [Path(root)]
+        if isinstance(root, str | os.PathLike)
+        else [Path(path) for path in root]
+    )
     if absent := [str(path) for path in roots if not path.is_dir()]:
         raise InputError(f"{', '.join(absent)}: no such folder")
-    tops, versions = _packages(roots), _versions(roots)
+    tops = _packages(roots)
+    versions = _versions(roots)
     if packages is not None:
         if absent := [name for name in packages if name not in tops]:
-            raise InputError(f"no such packages: {', '.join(absent)}; give names as they are imported")
+            raise InputError(
+                f"no such packages: {', '.join(absent)}; give names as they are imported"
+            )
         tops = {name: tops[name] for name in sorted(set(packages))}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     pairs = _package_pairs(tops, versions, cache, min(cores, 8) if workers is None else workers)
     heldout = _choose_heldout(heldout, pairs)
     seen = set()

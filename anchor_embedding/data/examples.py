@@ -35,7 +35,8 @@ class Example:
     dataset: str = ""
 
 # %% ../../nbs/data/10_examples.ipynb #938e21a4
-QUERY = ("query", "query_text", "anchor", "question")  # a row's query is the first of these that it has
+# a row's query is the first of these that it has
+QUERY = ("query", "query_text", "anchor", "question")
 POSITIVE = ("positive", "answer")
 _NEGATIVES = re.compile(r"negatives?|negative_\d+")
 
@@ -44,9 +45,16 @@ def _text_of(row, names, where):
     "The text in the field called by the first of `names` that is there, which must not be blank."
     key = next((name for name in names if name in row), names[0])
     if key not in row:
-        raise InputError(f"{where}: the row has no {key!r} (it has {', '.join(map(str, row)) or 'no fields'}); give every row query and positive")
+        raise InputError(
+            f"{where}: the row has no {key!r} (it has "
+            f"{', '.join(map(str, row)) or 'no fields'}); give every row query and "
+            "positive"
+        )
     if not isinstance(row[key], str):
-        raise InputError(f"{where}: {key!r} must be a text, but it is {type(row[key]).__name__}; write it as a string")
+        raise InputError(
+            f"{where}: {key!r} must be a text, but it is {type(row[key]).__name__}; "
+            "write it as a string"
+        )
     if not row[key].strip():
         raise InputError(f"{where}: {key!r} is empty; fill it in or remove the row")
     return clean(row[key])
@@ -65,7 +73,10 @@ def _negatives_of(row, where):
     "The negatives of a row, blank ones left out."
     found = raw_negatives(row)
     if wrong := [text for text in found if not isinstance(text, str)]:
-        raise InputError(f"{where}: a negative must be a text, but one is {type(wrong[0]).__name__}; write a list of strings")
+        raise InputError(
+            f"{where}: a negative must be a text, but one is "
+            f"{type(wrong[0]).__name__}; write a list of strings"
+        )
     return [clean(text) for text in found if text.strip()]
 
 # %% ../../nbs/data/10_examples.ipynb #c11712d8
@@ -73,14 +84,18 @@ def _passages_of(row, key, where):
     "The texts of Tevatron's passages, blank ones left out."
     passages = row.get(key) or []
     if not isinstance(passages, list) or not all(isinstance(passage, dict) for passage in passages):
-        raise InputError(f'{where}: {key} must be a list of passages like {{"docid": "…", "title": "…", "text": "…"}}')
+        raise InputError(
+            f'{where}: {key} must be a list of passages like {{"docid": "…", "title": '
+            f'"…", "text": "…"}}'
+        )
     texts = [_with_title(passage, f"{where}: {key}") for passage in passages]
     return [text for text in texts if text]
 
 
 def _with_title(passage, where):
     "Title and text of a passage, joined by a space."
-    title, text = passage.get("title") or "", passage.get("text") or ""
+    title = passage.get("title") or ""
+    text = passage.get("text") or ""
     if not isinstance(title, str) or not isinstance(text, str):
         raise InputError(f"{where}: the title and the text of a passage must be strings")
     return clean(f"{title} {text}".strip())
@@ -91,18 +106,27 @@ def examples_in(
     where: str,  # what an error names: file and line
     dataset: str,  # the dataset of a row that names none
 ) -> list[Example]:
-    "The examples of one row: one, or with Tevatron's `positive_passages` one for each of them. Raises `InputError`."
+    """The examples of one row: one, or with Tevatron's `positive_passages` one for each of them.
+    Raises `InputError`.
+    """
     if not isinstance(row, dict):
-        raise InputError(f'{where}: a row must be an object like {{"query": …, "positive": …}}, but this is {type(row).__name__}')
-    query, name = _text_of(row, QUERY, where), row.get("dataset") or dataset
+        raise InputError(
+            f'{where}: a row must be an object like {{"query": …, "positive": …}}, '
+            f"but this is {type(row).__name__}"
+        )
+    query = _text_of(row, QUERY, where)
+    name = row.get("dataset") or dataset
     if not isinstance(name, str):
         raise InputError(f"{where}: 'dataset' must be a name, but it is {type(name).__name__}")
     if "positive_passages" in row:
-        positives, negatives = (_passages_of(row, key, where) for key in ("positive_passages", "negative_passages"))
+        positives, negatives = (
+            _passages_of(row, key, where) for key in ("positive_passages", "negative_passages")
+        )
         if not positives:
             raise InputError(f"{where}: 'positive_passages' is empty; fill it in or remove the row")
     else:
-        positives, negatives = [_text_of(row, POSITIVE, where)], _negatives_of(row, where)
+        positives = [_text_of(row, POSITIVE, where)]
+        negatives = _negatives_of(row, where)
     return [Example(query, positive, tuple(negatives), clean(name)) for positive in positives]
 
 # %% ../../nbs/data/10_examples.ipynb #aede9111
@@ -118,12 +142,21 @@ def open_binary(path: Path) -> io.BufferedIOBase:
 def _jsonl_rows(path, opened=open_binary):
     lines = 0
     try:
-        with opened(path) as raw, gzip.open(raw) if path.name.lower().endswith(".gz") else raw as file:
+        with (
+            opened(path) as raw,
+            gzip.open(raw) if path.name.lower().endswith(".gz") else raw as file,
+        ):
             for lines, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{lines}", _json_row(line.removeprefix(b"\xef\xbb\xbf") if lines == 1 else line)
+                    yield (
+                        f"{path}:{lines}",
+                        _json_row(line.removeprefix(b"\xef\xbb\xbf") if lines == 1 else line),
+                    )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: the gzip file is broken or cut off after line {lines} ({error}); copy it again") from None
+        raise InputError(
+            f"{path}: the gzip file is broken or cut off after line {lines} "
+            f"({error}); copy it again"
+        ) from None
 
 
 def _json_row(line):
@@ -132,7 +165,9 @@ def _json_row(line):
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(f"broken JSON at column {error.colno} ({error.msg}); write one JSON object on each line")
+        return BadRow(
+            f"broken JSON at column {error.colno} ({error.msg}); write one JSON object on each line"
+        )
     except (ValueError, RecursionError) as error:
         return BadRow(f"broken JSON ({error}); write one JSON object on each line")
 
@@ -140,11 +175,14 @@ def _json_row(line):
 def _csv_records(reader):
     "(physical line where it starts, cells) of each record that is not blank."
     while True:
-        line, limit = reader.line_num + 1, csv.field_size_limit(2**31 - 1)
+        line = reader.line_num + 1
+        limit = csv.field_size_limit(2**31 - 1)
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            cells = BadRow(f"broken CSV ({error}); double the quotes inside a quoted cell and close it")
+            cells = BadRow(
+                f"broken CSV ({error}); double the quotes inside a quoted cell and close it"
+            )
         finally:
             csv.field_size_limit(limit)
         if cells is None:
@@ -168,23 +206,38 @@ def csv_rows(
     needed: Iterable[tuple[str, ...]],  # for each column that must be there, the names it may have
     opened: Callable = open_binary,  # how to open the file
 ) -> Iterator[tuple[str, "dict | BadRow"]]:
-    "(where, {column: text}) of a CSV file. Raises `InputError` when the header lacks a column or the file is not UTF-8."
+    """(where, {column: text}) of a CSV file. Raises `InputError` when the header lacks a column or
+    the file is not UTF-8.
+    """
     try:
         with opened(path) as raw:
-            records = _csv_records(csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True))
+            records = _csv_records(
+                csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
+            )
             line, header = next(records, (0, None))
             if header is None:
                 return
             named = not isinstance(header, BadRow) and len(set(header)) == len(header)
             if not named or not all(set(names) & set(header) for names in needed):
                 columns = " and ".join(names[0] for names in needed)
-                raise InputError(f"{path}:{line}: the first line must name the columns, each once, {columns} among them")
+                raise InputError(
+                    f"{path}:{line}: the first line must name the columns, each once, "
+                    f"{columns} among them"
+                )
             for line, cells in records:
                 if not isinstance(cells, BadRow) and len(cells) != len(header):
-                    cells = BadRow(f"{len(cells)} cells, but the header names {len(header)} columns; quote cells that contain commas")
-                yield f"{path}:{line}", cells if isinstance(cells, BadRow) else dict(zip(header, cells, strict=True))
+                    cells = BadRow(
+                        f"{len(cells)} cells, but the header names {len(header)} "
+                        "columns; quote cells that contain commas"
+                    )
+                yield (
+                    f"{path}:{line}",
+                    cells if isinstance(cells, BadRow) else dict(zip(header, cells, strict=True)),
+                )
     except UnicodeDecodeError:
-        raise InputError(f"{path}:{_line_not_utf8(path)}: not UTF-8; save the file as UTF-8") from None
+        raise InputError(
+            f"{path}:{_line_not_utf8(path)}: not UTF-8; save the file as UTF-8"
+        ) from None
 
 # %% ../../nbs/data/10_examples.ipynb #f3c599cd
 def _csv_pairs(path, opened):
@@ -192,14 +245,18 @@ def _csv_pairs(path, opened):
     for where, row in csv_rows(path, (QUERY, POSITIVE), opened):
         if not isinstance(row, BadRow) and row.get("negatives") is not None:
             parsed = _json_row(row["negatives"].encode("utf-8")) if row["negatives"].strip() else []
-            wrong = BadRow('the cell negatives must be a JSON list like ["a", "b"]; use negative for one text')
+            wrong = BadRow(
+                'the cell negatives must be a JSON list like ["a", "b"]; use negative for one text'
+            )
             row = {**row, "negatives": parsed} if isinstance(parsed, list) else wrong
         yield where, row
 
 # %% ../../nbs/data/10_examples.ipynb #039c5477
 def _known(name):
     "Whether a column may hold anything of an example."
-    return name in (*QUERY, *POSITIVE, "dataset", "positive_passages", "negative_passages") or bool(_NEGATIVES.fullmatch(name))
+    return name in (*QUERY, *POSITIVE, "dataset", "positive_passages", "negative_passages") or bool(
+        _NEGATIVES.fullmatch(name)
+    )
 
 
 def _parquet_rows(path, opened):
@@ -207,17 +264,22 @@ def _parquet_rows(path, opened):
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise InputError(f"{path}: reading Parquet needs pyarrow; run: pip install pyarrow") from None
+        raise InputError(
+            f"{path}: reading Parquet needs pyarrow; run: pip install pyarrow"
+        ) from None
     try:
         with opened(path) as raw:
-            file, number = pq.ParquetFile(raw, buffer_size=2**20), 0
+            file = pq.ParquetFile(raw, buffer_size=2**20)
+            number = 0
             columns = [name for name in file.schema_arrow.names if _known(name)]
             for batch in file.iter_batches(batch_size=1000, columns=columns, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again") from None
+        raise InputError(
+            f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again"
+        ) from None
 
 
 def _arrow_rows(name, paths, opened):
@@ -244,7 +306,12 @@ class _Texts:
         "Keep the wanted texts of a BEIR file; yield its bad rows."
         for where, row in _jsonl_rows(path, opened):
             if isinstance(row, BadRow) or not isinstance(row, dict) or "_id" not in row:
-                yield where, row if isinstance(row, BadRow) else BadRow('a row must be an object like {"_id": "…", "text": "…"}')
+                yield (
+                    where,
+                    row
+                    if isinstance(row, BadRow)
+                    else BadRow('a row must be an object like {"_id": "…", "text": "…"}'),
+                )
             elif str(row["_id"]) in self.places:
                 text = _with_title(row, where).encode()
                 self.places[str(row["_id"])] = (self.file.seek(0, os.SEEK_END), len(text))
@@ -260,7 +327,9 @@ class _Texts:
 
 # %% ../../nbs/data/10_examples.ipynb #797fdf3d
 def _judgements(path, opened, judged):
-    "Fill `judged` with query id → [(document id, line, whether it is relevant)]; yield the bad rows."
+    """Fill `judged` with query id → [(document id, line, whether it is relevant)]; yield the bad
+    rows.
+    """
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -269,7 +338,13 @@ def _judgements(path, opened, judged):
                 judged.setdefault(query, []).append((document, number, relevant))
             except ValueError:
                 if line.strip() and number > 1:  # the first line is a header
-                    yield f"{path}:{number}", BadRow("a line must be query id, document id and score, with tabs between them, in UTF-8")
+                    yield (
+                        f"{path}:{number}",
+                        BadRow(
+                            "a line must be query id, document id and "
+                            "score, with tabs between them, in UTF-8"
+                        ),
+                    )
 
 
 def _beir_rows(corpus, queries, qrels, opened):
@@ -277,20 +352,42 @@ def _beir_rows(corpus, queries, qrels, opened):
     yield from _judgements(qrels, opened, judged)
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answers:
         asked = _Texts(asked, judged)
-        answers = _Texts(answers, (document for found in judged.values() for document, _, _ in found))
+        answers = _Texts(
+            answers, (document for found in judged.values() for document, _, _ in found)
+        )
         yield from asked.fill(queries, opened)
         yield from answers.fill(corpus, opened)
         for query, found in judged.items():
             if query not in asked:
-                yield f"{qrels}:{found[0][1]}", BadRow(f"query {query!r} is not in {queries.name}; add it or remove its lines")
+                yield (
+                    f"{qrels}:{found[0][1]}",
+                    BadRow(f"query {query!r} is not in {queries.name}; add it or remove its lines"),
+                )
                 continue
             for document, line, _ in found:
                 if document not in answers:
-                    yield f"{qrels}:{line}", BadRow(f"document {document!r} is not in {corpus.name}; add it or remove the line")
-            negatives = [answers[document] for document, _, relevant in found if not relevant and document in answers]
+                    yield (
+                        f"{qrels}:{line}",
+                        BadRow(
+                            f"document {document!r} is not in "
+                            f"{corpus.name}; add it or remove the line"
+                        ),
+                    )
+            negatives = [
+                answers[document]
+                for document, _, relevant in found
+                if not relevant and document in answers
+            ]
             for document, line, relevant in found:
                 if relevant and document in answers:
-                    yield f"{qrels}:{line}", {"query": asked[query], "positive": answers[document], "negatives": negatives}
+                    yield (
+                        f"{qrels}:{line}",
+                        {
+                            "query": asked[query],
+                            "positive": answers[document],
+                            "negatives": negatives,
+                        },
+                    )
 
 # %% ../../nbs/data/10_examples.ipynb #0bf9e221
 @dataclass(frozen=True)
@@ -303,7 +400,12 @@ class Part:
     rows: Callable  # how to open a file → iterator of (where, row)
 
 
-_READERS = {".jsonl": _jsonl_rows, ".jsonl.gz": _jsonl_rows, ".csv": _csv_pairs, ".parquet": _parquet_rows}
+_READERS = {
+    ".jsonl": _jsonl_rows,
+    ".jsonl.gz": _jsonl_rows,
+    ".csv": _csv_pairs,
+    ".parquet": _parquet_rows,
+}
 _FORMATS = ", ".join(_READERS)
 
 
@@ -313,17 +415,28 @@ def _suffix(path):
 
 def _file_part(path):
     suffix = _suffix(path)
-    return Part(str(path), (path,), path.name[: -len(suffix)], lambda opened: _READERS[suffix](path, opened))
+    return Part(
+        str(path), (path,), path.name[: -len(suffix)], lambda opened: _READERS[suffix](path, opened)
+    )
 
 
 def _beir_part(folder):
     "The part of a BEIR folder; raises `InputError` when a file is missing."
     found = []
-    for names in (("corpus.jsonl", "corpus.jsonl.gz"), ("queries.jsonl", "queries.jsonl.gz"), ("qrels/train.tsv", "qrels.tsv")):
+    for names in (
+        ("corpus.jsonl", "corpus.jsonl.gz"),
+        ("queries.jsonl", "queries.jsonl.gz"),
+        ("qrels/train.tsv", "qrels.tsv"),
+    ):
         found.append(next((folder / name for name in names if (folder / name).is_file()), None))
         if found[-1] is None:
-            raise InputError(f"{folder}: a folder with a corpus.jsonl is a BEIR dataset, but it has no {' or '.join(names)}; add it")
-    return Part(str(folder), tuple(found), folder.resolve().name, lambda opened: _beir_rows(*found, opened))
+            raise InputError(
+                f"{folder}: a folder with a corpus.jsonl is a BEIR dataset, but it "
+                f"has no {' or '.join(names)}; add it"
+            )
+    return Part(
+        str(folder), tuple(found), folder.resolve().name, lambda opened: _beir_rows(*found, opened)
+    )
 
 # %% ../../nbs/data/10_examples.ipynb #e6c60b1e
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]*))?(?::(\w+))?")
@@ -335,18 +448,25 @@ def _load(name, load, remedy):
         return load()
     except ConnectionError as error:
         raise InputError(
-            f"{name}: there is no such file or folder, and the hub cannot be reached to look for a dataset of this name ({error}); "
-            "check the path, or run once with a connection: the dataset is then kept in the cache of datasets"
+            f"{name}: there is no such file or folder, and the hub cannot be reached to look for a "
+            f"dataset of this name ({error}); "
+            "check the path, or run once with a connection: the dataset is then kept in the cache "
+            "of datasets"
         ) from None
     except Exception as error:  # whatever a dataset's files, card and configurations can cause
-        raise InputError(f"{name}: datasets cannot load it ({str(error).partition(chr(10))[0]}); {remedy}") from error
+        raise InputError(
+            f"{name}: datasets cannot load it ({str(error).partition(chr(10))[0]}); {remedy}"
+        ) from error
 
 
 def _dataset_part(name, dataset, found):
     "The part of a `datasets.Dataset`; of several splits, `train`."
     if isinstance(found, dict):
         if "train" not in found:
-            raise InputError(f"{name}: there is no split train among {', '.join(found)}; give the folder of one split")
+            raise InputError(
+                f"{name}: there is no split train among {', '.join(found)}; give the "
+                "folder of one split"
+            )
         found = found["train"]
     files = tuple(Path(file["filename"]) for file in found.cache_files)
     return Part(name, files, dataset, lambda opened: _arrow_rows(name, files, opened))
@@ -356,7 +476,11 @@ def _hub_part(name, repository, config, split):
     "The part of a dataset on the hub."
     from datasets import load_dataset
 
-    found = _load(name, lambda: load_dataset(repository, config or None, split=split or "train"), "check the path, or write owner/name:config:split")
+    found = _load(
+        name,
+        lambda: load_dataset(repository, config or None, split=split or "train"),
+        "check the path, or write owner/name:config:split",
+    )
     return _dataset_part(name, repository.split("/")[1], found)
 
 
@@ -364,28 +488,42 @@ def _saved_part(folder):
     "The part of a folder that `datasets` saved."
     from datasets import load_from_disk
 
-    return _dataset_part(str(folder), folder.resolve().name, _load(folder, lambda: load_from_disk(folder), "save it again"))
+    return _dataset_part(
+        str(folder),
+        folder.resolve().name,
+        _load(folder, lambda: load_from_disk(folder), "save it again"),
+    )
 
 # %% ../../nbs/data/10_examples.ipynb #1ad1cee2
 def find_parts(
-    source: str | os.PathLike,  # a file, a folder, or a dataset of the hub as owner/name or owner/name:config:split
+    # a file, a folder, or a dataset of the hub as owner/name or owner/name:config:split
+    source: str | os.PathLike,
 ) -> list[Part]:
     "What `source` consists of, in the order of file names. Raises `InputError`."
     path = Path(source)
     if source == "":  # which would be the working folder
-        raise InputError(f"no data are named; give the path of your data ({_FORMATS}, or a folder of them)")
+        raise InputError(
+            f"no data are named; give the path of your data ({_FORMATS}, or a folder of them)"
+        )
     if not path.exists():
         if isinstance(source, str) and not _suffix(path) and (hub := _HUB_NAME.fullmatch(source)):
             return [_hub_part(source, *hub.groups())]
-        raise InputError(f"{path}: there is no such file or folder; give the path of your data ({_FORMATS}, or a folder of them)")
+        raise InputError(
+            f"{path}: there is no such file or folder; give the path of your data "
+            f"({_FORMATS}, or a folder of them)"
+        )
     if (path / "corpus.jsonl").exists() or (path / "corpus.jsonl.gz").exists():
         return [_beir_part(path)]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return [_saved_part(path)]
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    readable = [file for file in files if _suffix(file) and not file.name.startswith(".") and file.is_file()]
+    readable = [
+        file for file in files if _suffix(file) and not file.name.startswith(".") and file.is_file()
+    ]
     if not readable and path.is_dir():
-        raise InputError(f"{path}: no file in this folder can be read; put {_FORMATS} files into it")
+        raise InputError(
+            f"{path}: no file in this folder can be read; put {_FORMATS} files into it"
+        )
     if not readable:
         raise InputError(f"{path}: unknown kind of file; the known ones are {_FORMATS}")
     return [_file_part(file) for file in readable]
@@ -393,13 +531,16 @@ def find_parts(
 # %% ../../nbs/data/10_examples.ipynb #a6b80681
 def part_examples(
     part: Part,
-    on_bad_row: str = "error",  # "error": raise at the first bad row; "skip": yield it as a `BadRow` that says why
+    # "error": raise at the first bad row; "skip": yield it as a `BadRow` that says why
+    on_bad_row: str = "error",
     opened: Callable = open_binary,  # how to open a file
 ) -> Iterator[Example | BadRow]:
     "The examples of a part, one by one. Raises `InputError` naming file, line and remedy."
     if on_bad_row not in ("error", "skip"):
         raise InputError(f"on_bad_row is 'error' or 'skip', not {on_bad_row!r}")
-    good, bad, first = 0, 0, None
+    good = 0
+    bad = 0
+    first = None
     try:
         for where, row in part.rows(opened):
             try:
@@ -409,49 +550,70 @@ def part_examples(
             except InputError as error:
                 if on_bad_row == "error":
                     raise
-                bad, first = bad + 1, first or error
+                bad = bad + 1
+                first = first or error
                 yield BadRow(error)
             else:
                 good += len(found)
                 yield from found
     except OSError as error:
-        place, why = error.filename or part.name, error.strerror or error
-        raise InputError(f"{place}: cannot be read ({why}); check the file and its permissions") from None
+        place = error.filename or part.name
+        why = error.strerror or error
+        raise InputError(
+            f"{place}: cannot be read ({why}); check the file and its permissions"
+        ) from None
     if not good:
         skipped = f" ({bad} bad rows skipped; the first: {first})" if bad else ""
         raise InputError(f"{part.name}: the file has no rows{skipped}; remove it or fill it")
 
 # %% ../../nbs/data/10_examples.ipynb #12e03bab
 def read_examples(
-    source: str | os.PathLike,  # a file (.jsonl, .jsonl.gz, .csv, .parquet), a folder of such files, or another source of `find_parts`
-    on_bad_row: str = "error",  # "error": stop at the first bad row; "skip": leave it out, with one warning a file
+    # a file (.jsonl, .jsonl.gz, .csv, .parquet), a folder of such files, or another source of
+    # `find_parts`
+    source: str | os.PathLike,
+    # "error": stop at the first bad row; "skip": leave it out, with one warning a file
+    on_bad_row: str = "error",
 ) -> list[Example]:
-    "All examples of a source, in the order of file names, in memory. Raises `InputError` naming file, line and remedy."
+    """All examples of a source, in the order of file names, in memory. Raises `InputError` naming
+    file, line and remedy.
+    """
     examples = []
     for part in find_parts(source):
         found = list(part_examples(part, on_bad_row))
         if bad := [item for item in found if isinstance(item, BadRow)]:
-            warnings.warn(f"{part.name}: skipped {len(bad)} of {len(found)} rows; the first: {bad[0]}", stacklevel=2)
+            warnings.warn(
+                f"{part.name}: skipped {len(bad)} of {len(found)} rows; the first: {bad[0]}",
+                stacklevel=2,
+            )
         examples += [item for item in found if not isinstance(item, BadRow)]
     return examples
 
 # %% ../../nbs/data/10_examples.ipynb #7fc93e7c
 def read_texts(
-    path: str | os.PathLike,  # .jsonl or .jsonl.gz with a `text`, and perhaps a `title`, in each row; any other file: one text a line
+    # .jsonl or .jsonl.gz with a `text`, and perhaps a `title`, in each row; any other file: one
+    # text a line
+    path: str | os.PathLike,
 ) -> list[str]:
     "The texts of a file, in order. Raises `InputError` naming file, line and remedy."
     path = Path(path)
     if path.suffix.lower() in (".csv", ".tsv", ".parquet", ".json"):
-        raise InputError(f"{path}: texts are read from .jsonl rows with a `text`, or a text a line, not from {path.suffix}; write such a file")
+        raise InputError(
+            f"{path}: texts are read from .jsonl rows with a `text`, or a text a "
+            f"line, not from {path.suffix}; write such a file"
+        )
     try:
         if _suffix(path) not in (".jsonl", ".jsonl.gz"):
-            return [clean(line) for line in path.read_text(encoding="utf-8-sig").split("\n")][: -1 if _ends_line(path) else None]
+            return [clean(line) for line in path.read_text(encoding="utf-8-sig").split("\n")][
+                : -1 if _ends_line(path) else None
+            ]
         return [_text_row(row, where) for where, row in _jsonl_rows(path)]
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise InputError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); give a file of texts") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); give a file of texts"
+        ) from None
 
 
 def _ends_line(path):
@@ -468,7 +630,12 @@ def _text_row(row, where):
 # %% ../../nbs/data/10_examples.ipynb #2e2f4ab5
 def fingerprint_line(example: Example) -> bytes:
     "What a fingerprint takes from one example."
-    return json.dumps([example.query, example.positive, list(example.negatives), example.dataset]).encode() + b"\n"
+    return (
+        json.dumps(
+            [example.query, example.positive, list(example.negatives), example.dataset]
+        ).encode()
+        + b"\n"
+    )
 
 
 def fingerprint(examples: Iterable[Example]) -> str:

@@ -58,13 +58,15 @@ _SCHEMA = pa.schema({
 
 def _chunks(examples, rows=8192, characters=2**24):
     "Lists of examples: at most so many, and not many more characters."
-    chunk, size = [], 0
+    chunk = []
+    size = 0
     for example in examples:
         chunk.append(example)
         size += len(example.query) + len(example.positive) + sum(map(len, example.negatives))
         if len(chunk) == rows or size >= characters:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
@@ -80,7 +82,10 @@ def _record_batch(examples, names):
         [len(example.positive) for example in examples],
         [[len(text) for text in example.negatives] for example in examples],
     ]
-    return pa.record_batch([pa.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)], schema=_SCHEMA)
+    return pa.record_batch(
+        [pa.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)],
+        schema=_SCHEMA,
+    )
 
 # %% ../../nbs/data/30_store.ipynb #d9c043f1
 LISTED = 20  # messages about bad rows that are kept; all are counted
@@ -88,7 +93,10 @@ LISTED = 20  # messages about bad rows that are kept; all are counted
 
 def _write_store(parts, on_bad_row, folder, opened):
     "Read all parts and write `rows.arrow` into `folder`; returns what is known about it then."
-    names, digest, bad, total = {}, hashlib.sha256(), [], 0
+    names = {}
+    digest = hashlib.sha256()
+    bad = []
+    total = 0
 
     def good_rows():
         nonlocal total
@@ -101,11 +109,20 @@ def _write_store(parts, on_bad_row, folder, opened):
                     digest.update(fingerprint_line(item))
                     yield item
 
-    with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as file:
+    with (
+        pa.OSFile(str(folder / "rows.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, _SCHEMA) as file,
+    ):
         for chunk in _chunks(good_rows()):
             file.write_batch(_record_batch(chunk, names))
     size = (folder / "rows.arrow").stat().st_size
-    return {"bytes": size, "datasets": list(names), "fingerprint": digest.hexdigest()[:16], "bad_rows": total, "bad": bad}
+    return {
+        "bytes": size,
+        "datasets": list(names),
+        "fingerprint": digest.hexdigest()[:16],
+        "bad_rows": total,
+        "bad": bad,
+    }
 
 # %% ../../nbs/data/30_store.ipynb #001a6690
 class _MappedRows:
@@ -114,7 +131,11 @@ class _MappedRows:
     def __init__(self, path: Path, size: int):
         self.path, self.file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
-        self.map, self.touched, self.state = mmap.mmap(self.file, 0, access=mmap.ACCESS_READ), 0, self._state()
+        self.map, self.touched, self.state = (
+            mmap.mmap(self.file, 0, access=mmap.ACCESS_READ),
+            0,
+            self._state(),
+        )
         if len(self.map) != size:
             raise ValueError(f"{path} is not whole")
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
@@ -122,23 +143,35 @@ class _MappedRows:
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
 
     def _state(self) -> tuple[int, int] | None:
-        "Size and time of the last change; None when the file is lost, as on a drive of another machine."
+        """Size and time of the last change; None when the file is lost, as on a drive of another
+        machine.
+        """
         with suppress(OSError):
             return (found := os.fstat(self.file)).st_size, found.st_mtime_ns
 
     def check(self) -> None:
         "Raise `InputError` when the file is no longer what was opened."
         if self.state is None or self._state() != self.state:
-            raise InputError(f"{self.path} was changed by another program while it was in use; remove {self.path.parent} and start again")
+            raise InputError(
+                f"{self.path} was changed by another program while it was in use; "
+                f"remove {self.path.parent} and start again"
+            )
 
     def rows(self, indices: np.ndarray) -> Iterator[tuple]:
-        "(query, positive, negatives, dataset index) of these rows, in this order. Raises `InputError`."
+        """(query, positive, negatives, dataset index) of these rows, in this order. Raises
+        `InputError`.
+        """
         self.check()
         places = np.searchsorted(self.starts, indices, side="right") - 1
-        for place, offset in zip(places.tolist(), (indices - self.starts[places]).tolist(), strict=True):
-            query, positive, negatives, code = (column[offset].as_py() for column in self.batches[place].columns[:4])
+        for place, offset in zip(
+            places.tolist(), (indices - self.starts[places]).tolist(), strict=True
+        ):
+            query, positive, negatives, code = (
+                column[offset].as_py() for column in self.batches[place].columns[:4]
+            )
             yield query, positive, tuple(negatives), code
-            self.touched += 2**21 + 4 * (len(query) + len(positive) + sum(map(len, negatives)))  # at most, in bytes
+            # at most, in bytes
+            self.touched += 2**21 + 4 * (len(query) + len(positive) + sum(map(len, negatives)))
             if self.touched > 2**28 and hasattr(mmap, "MADV_DONTNEED"):
                 self.map.madvise(mmap.MADV_DONTNEED)
                 self.touched = 0
@@ -147,7 +180,12 @@ class _MappedRows:
     def column(self, name: str) -> np.ndarray:
         "All values of a column of numbers; of lists, those of all lists, one after the other."
         columns = [batch.column(name) for batch in self.batches]
-        return np.concatenate([(column.flatten() if pa.types.is_list(column.type) else column).to_numpy() for column in columns])
+        return np.concatenate(
+            [
+                (column.flatten() if pa.types.is_list(column.type) else column).to_numpy()
+                for column in columns
+            ]
+        )
 
 # %% ../../nbs/data/30_store.ipynb #bd12df73
 class _Columns:
@@ -160,7 +198,9 @@ class _Columns:
     @cached_property
     def rows(self) -> dict[str, np.ndarray]:
         "{dataset: the indices of its rows}, in the order of their first rows."
-        return {name: np.flatnonzero(self._codes == code) for code, name in enumerate(self.datasets)}
+        return {
+            name: np.flatnonzero(self._codes == code) for code, name in enumerate(self.datasets)
+        }
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -169,20 +209,35 @@ class _Columns:
 
     @cached_property
     def characters(self) -> dict[str, np.ndarray]:
-        "Characters of each text: query (n,), positive (n,), and negatives (of all rows, one after the other)."
-        return {name: self._mapped.column(f"{name}_characters") for name in ("query", "positive", "negatives")}
+        """Characters of each text: query (n,), positive (n,), and negatives (of all rows, one after
+        the other).
+        """
+        return {
+            name: self._mapped.column(f"{name}_characters")
+            for name in ("query", "positive", "negatives")
+        }
 
     @cached_property
     def negatives_per_row(self) -> np.ndarray:
         "How many negatives each row has, (n,)."
-        return np.concatenate([np.diff(batch.column("negatives_characters").offsets) for batch in self._mapped.batches])
+        return np.concatenate(
+            [
+                np.diff(batch.column("negatives_characters").offsets)
+                for batch in self._mapped.batches
+            ]
+        )
 
     @cached_property
     def lengths(self) -> np.ndarray:
         "Characters of each row in all, (n,)."
         ends = np.cumsum(self.negatives_per_row)
         sums = np.concatenate([[0], np.cumsum(self.characters["negatives"], dtype=np.int64)])
-        return self.characters["query"] + self.characters["positive"] + sums[ends] - sums[ends - self.negatives_per_row]
+        return (
+            self.characters["query"]
+            + self.characters["positive"]
+            + sums[ends]
+            - sums[ends - self.negatives_per_row]
+        )
 
 # %% ../../nbs/data/30_store.ipynb #3d9fd7c8
 class ExampleStore(_Columns, Sequence):
@@ -195,9 +250,11 @@ class ExampleStore(_Columns, Sequence):
     ):
         about = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self._mapped = _MappedRows(folder / "rows.arrow", about["bytes"])
-        self.source, self.folder = source, folder
+        self.source = source
+        self.folder = folder
         self.fingerprint: str = about["fingerprint"]  # the digits of `data.fingerprint`
-        self.datasets: tuple[str, ...] = tuple(about["datasets"])  # in the order of their first rows
+        # in the order of their first rows
+        self.datasets: tuple[str, ...] = tuple(about["datasets"])
         self.bad_rows: int = about["bad_rows"]  # rows left out
         self.bad: tuple[str, ...] = tuple(about["bad"])  # why, for the first `LISTED` of them
 
@@ -211,7 +268,9 @@ class ExampleStore(_Columns, Sequence):
         return self.take([index + len(self) if index < 0 else index])[0]
 
     def take(self, indices: Iterable[int]) -> list[Example]:
-        "The examples of these rows, in this order. Raises `IndexError`, and `InputError` when the file was written over."
+        """The examples of these rows, in this order. Raises `IndexError`, and `InputError` when the
+        file was written over.
+        """
         indices = np.fromiter(indices, dtype=np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows are numbered 0 to {len(self) - 1}")
@@ -227,20 +286,29 @@ class ExampleStore(_Columns, Sequence):
 
 # %% ../../nbs/data/30_store.ipynb #481ba587
 def _describe(store):
-    name, bad = Path(store.source).name, f"; {counted(store.bad_rows, 'bad row')} left out" if store.bad_rows else ""
-    rows, datasets = counted(len(store), "row"), counted(len(store.sizes), "dataset")
+    name = Path(store.source).name
+    bad = f"; {counted(store.bad_rows, 'bad row')} left out" if store.bad_rows else ""
+    rows = counted(len(store), "row")
+    datasets = counted(len(store.sizes), "dataset")
     return f"{name}: {rows} in {datasets}, {store.lengths.sum():,} characters{bad}"
 
 
 def _show_store(store):
     "A table of the datasets, as HTML."
-    rows = [(name, f"{len(rows):,}", f"{store.lengths[rows].mean():,.0f}") for name, rows in store.rows.items()]
-    return f"<p>{escape(_describe(store))}</p>" + _html_table(["dataset", "rows", "characters a row"], rows)
+    rows = [
+        (name, f"{len(rows):,}", f"{store.lengths[rows].mean():,.0f}")
+        for name, rows in store.rows.items()
+    ]
+    return f"<p>{escape(_describe(store))}</p>" + _html_table(
+        ["dataset", "rows", "characters a row"], rows
+    )
 
 
 def _html_table(header, rows):
     cells = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -255,7 +323,10 @@ def _stamps(parts):
         try:
             status = path.stat()
         except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror}); put the file back or start again without it") from None
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}); put the file back or "
+                "start again without it"
+            ) from None
         found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
     return found
 
@@ -270,7 +341,9 @@ def _stored(folder, source):
 # %% ../../nbs/data/30_store.ipynb #d68a28fb
 @contextmanager
 def _alone(folder: Path, source: str, say: Callable[[str], None]):
-    "Context in which no other process makes the store `folder`. Raises `InputError` when the cache cannot be written."
+    """Context in which no other process makes the store `folder`. Raises `InputError` when the
+    cache cannot be written.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f"{folder.name}.lock"))
@@ -280,7 +353,10 @@ def _alone(folder: Path, source: str, say: Callable[[str], None]):
             say(f"{source}: another process reads it; waiting")
             lock.acquire()
     except OSError as error:
-        raise InputError(f"{folder.parent}: cannot be written ({error.strerror or error}); set ANCHOR_CACHE to a folder with room") from None
+        raise InputError(
+            f"{folder.parent}: cannot be written ({error.strerror or error}); set "
+            "ANCHOR_CACHE to a folder with room"
+        ) from None
     try:
         yield
     finally:
@@ -288,7 +364,9 @@ def _alone(folder: Path, source: str, say: Callable[[str], None]):
 
 
 def _remove_remains(folder: Path, origin: list) -> None:
-    "Remove what a killed process left of `folder`, a damaged one, and stores of the same origin made before a file changed."
+    """Remove what a killed process left of `folder`, a damaged one, and stores of the same origin
+    made before a file changed.
+    """
     for path in (folder, *folder.parent.glob(f".{folder.name}.*")):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.parent.glob("*/store.json"):
@@ -313,8 +391,14 @@ class _CountedFile(io.FileIO):
 @contextmanager
 def _counted(parts, source, progress):
     "Context that gives a function to open files with; what is read from them moves a bar."
-    total, done = sum(size for _, size, _ in _stamps(parts)), 0
-    with progress_bar(total // 2**20, f"reading {Path(source).name}", "MB", progress=progress if total > 2**24 else False) as bar:
+    total = sum(size for _, size, _ in _stamps(parts))
+    done = 0
+    with progress_bar(
+        total // 2**20,
+        f"reading {Path(source).name}",
+        "MB",
+        progress=progress if total > 2**24 else False,
+    ) as bar:
 
         def count(number):
             nonlocal done
@@ -329,9 +413,13 @@ def _make_store(folder, source, origin, parts, on_bad_row, progress):
     before = _stamps(parts)
     with _counted(parts, source, progress) as opened, atomic_folder(folder) as aside:
         about = _write_store(parts, on_bad_row, aside, opened)
-        (aside / "store.json").write_text(json.dumps({"origin": origin, **about}, indent=1), encoding="utf-8")
+        (aside / "store.json").write_text(
+            json.dumps({"origin": origin, **about}, indent=1), encoding="utf-8"
+        )
         if _stamps(parts) != before:
-            raise InputError(f"{source}: a file changed while it was read; start again when it is complete")
+            raise InputError(
+                f"{source}: a file changed while it was read; start again when it is complete"
+            )
 
 
 def open_examples(
@@ -340,7 +428,9 @@ def open_examples(
     progress: bool | None = None,  # False = no bar; None = a bar where someone watches, else lines
     say: Callable[[str], None] = print,  # what to do with a line of text
 ) -> ExampleStore:
-    "The examples of a source; reads it once and maps what was kept afterwards. Raises `InputError` naming file, line and remedy."
+    """The examples of a source; reads it once and maps what was kept afterwards. Raises
+    `InputError` naming file, line and remedy.
+    """
     source, parts = os.fspath(source), find_parts(source)
     origin = [str(Path(source).resolve()) if Path(source).exists() else source, on_bad_row]
     key = hashlib.sha256(json.dumps([_FORMAT, origin, _stamps(parts)]).encode()).hexdigest()[:24]
@@ -387,7 +477,9 @@ class _Tally:
         for field, names in (("query", QUERY), ("positive", POSITIVE)):
             value = next((row[name] for name in names if name in row), None)
             self.empty[field] += isinstance(value, str) and not value.strip()
-        self.empty["negatives"] += sum(isinstance(text, str) and not text.strip() for text in raw_negatives(row))
+        self.empty["negatives"] += sum(
+            isinstance(text, str) and not text.strip() for text in raw_negatives(row)
+        )
 
 # %% ../../nbs/data/30_store.ipynb #8bedd9da
 def length_summary(
@@ -405,9 +497,14 @@ def _figures(tally):
     rows = len(tally.characters["query"])
     return {
         "rows": rows,
-        "characters": {name: length_summary(np.asarray(lengths)) for name, lengths in tally.characters.items()},
+        "characters": {
+            name: length_summary(np.asarray(lengths)) for name, lengths in tally.characters.items()
+        },
         "with_negatives": tally.with_negatives / rows if rows else 0.0,
-        "duplicates": {name: rows - len(np.unique(np.asarray(digests))) for name, digests in tally.digests.items()},
+        "duplicates": {
+            name: rows - len(np.unique(np.asarray(digests)))
+            for name, digests in tally.digests.items()
+        },
         "query_is_positive": tally.query_is_positive,
         "empty": tally.empty,
         "bad_rows": tally.bad_rows,
@@ -416,7 +513,10 @@ def _figures(tally):
 # %% ../../nbs/data/30_store.ipynb #5e9e6ff8
 def _check_part(part: Part, tallies: dict, bad: list[str], opened) -> int:
     "Count a part into `tallies` and its bad rows into `bad`; returns how many were bad."
-    tally = lambda name: tallies.setdefault(name, _Tally())
+
+    def tally(name):
+        return tallies.setdefault(name, _Tally())
+
     before = sum(tally.bad_rows for tally in tallies.values())
 
     def note(message):
@@ -440,7 +540,11 @@ def _check_part(part: Part, tallies: dict, bad: list[str], opened) -> int:
         if empty:
             note(f"{part.name}: the file has no rows")
     except (InputError, OSError) as error:
-        note(error if isinstance(error, InputError) else f"{part.name}: cannot be read ({error.strerror or error})")
+        note(
+            error
+            if isinstance(error, InputError)
+            else f"{part.name}: cannot be read ({error.strerror or error})"
+        )
     return sum(tally.bad_rows for tally in tallies.values()) - before
 
 
@@ -448,11 +552,15 @@ def check_data(
     source: str | os.PathLike,  # a file, a folder, or a dataset of the hub: see `data.find_parts`
     progress: bool | None = None,  # False = no bar; None = a bar where someone watches, else lines
 ) -> "DataCheck":
-    "Read all of a source and count what is in it. Raises `InputError` only when there is nothing to read."
+    """Read all of a source and count what is in it. Raises `InputError` only when there is nothing
+    to read.
+    """
     source, parts, tallies, bad = os.fspath(source), find_parts(source), {}, []
     with _counted(parts, source, progress) as opened:
         count = sum(_check_part(part, tallies, bad, opened) for part in parts)
-    return DataCheck(source, {name: _figures(tally) for name, tally in tallies.items()}, count, tuple(bad))
+    return DataCheck(
+        source, {name: _figures(tally) for name, tally in tallies.items()}, count, tuple(bad)
+    )
 
 # %% ../../nbs/data/30_store.ipynb #715931c8
 @dataclass(frozen=True, repr=False)
@@ -483,7 +591,9 @@ class DataCheck:
 
 
 def _check_title(check):
-    rows, datasets, bad = counted(check.rows, "row"), counted(len(check.datasets), "dataset"), counted(check.bad_rows, "bad row")
+    rows = counted(check.rows, "row")
+    datasets = counted(len(check.datasets), "dataset")
+    bad = counted(check.bad_rows, "bad row")
     return f"{Path(check.source).name}: {rows} in {datasets}, {bad}"
 
 # %% ../../nbs/data/30_store.ipynb #39a43670
@@ -493,7 +603,9 @@ _FAULTS = ("dataset", "double rows", "queries", "positives", "query = positive",
 
 def _size_rows(check):
     for name, figures in check.datasets.items():
-        lengths = [_short(figures["characters"][field]) for field in ("query", "positive", "negatives")]
+        lengths = [
+            _short(figures["characters"][field]) for field in ("query", "positive", "negatives")
+        ]
         yield name, f"{figures['rows']:,}", *lengths, f"{figures['with_negatives']:.0%}"
 
 
@@ -504,7 +616,12 @@ def _short(summary):
 
 def _fault_rows(check):
     for name, figures in check.datasets.items():
-        counts = [*figures["duplicates"].values(), figures["query_is_positive"], sum(figures["empty"].values()), figures["bad_rows"]]
+        counts = [
+            *figures["duplicates"].values(),
+            figures["query_is_positive"],
+            sum(figures["empty"].values()),
+            figures["bad_rows"],
+        ]
         yield name, *(f"{count:,}" if count else "–" for count in counts)
 
 
@@ -512,15 +629,32 @@ def _aligned(header, rows):
     "Lines of a table: the first column to the left, the others to the right."
     table = [header, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in table]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in table
+    ]
 
 # %% ../../nbs/data/30_store.ipynb #f26e8d4c
 def _check_text(check):
     "For a terminal."
-    lines = [_check_title(check), "", "characters: median / 95th percentile / maximum", *_aligned(_SIZES, _size_rows(check))]
+    lines = [
+        _check_title(check),
+        "",
+        "characters: median / 95th percentile / maximum",
+        *_aligned(_SIZES, _size_rows(check)),
+    ]
     lines += ["", *_aligned(_FAULTS, _fault_rows(check))]
     if check.bad:
-        lines += ["", f"bad rows (the first {len(check.bad)} of {check.bad_rows:,}):", *(f"  {message}" for message in check.bad)]
+        lines += [
+            "",
+            f"bad rows (the first {len(check.bad)} of {check.bad_rows:,}):",
+            *(f"  {message}" for message in check.bad),
+        ]
     return "\n".join(lines)
 
 
@@ -528,16 +662,30 @@ def _check_html(check):
     "For a notebook."
     bad = "".join(f"<li>{escape(message)}</li>" for message in check.bad)
     tables = _html_table(_SIZES, _size_rows(check)) + _html_table(_FAULTS, _fault_rows(check))
-    return f"<p>{escape(_check_title(check))}; characters: median / 95th percentile / maximum</p>{tables}" + (f"<ul>{bad}</ul>" if bad else "")
+    return (
+        f"<p>{escape(_check_title(check))}; characters: median / 95th percentile / "
+        f"maximum</p>{tables}" + (f"<ul>{bad}</ul>" if bad else "")
+    )
 
 # %% ../../nbs/data/30_store.ipynb #41c4be8c
 def _length_summaries(found):
     "{dataset: {field: summary}} of a check or a store."
     if isinstance(found, DataCheck):
-        return {name: figures["characters"] for name, figures in found.datasets.items() if figures["rows"]}
-    each = {"query": found._codes, "positive": found._codes, "negatives": np.repeat(found._codes, found.negatives_per_row)}
+        return {
+            name: figures["characters"]
+            for name, figures in found.datasets.items()
+            if figures["rows"]
+        }
+    each = {
+        "query": found._codes,
+        "positive": found._codes,
+        "negatives": np.repeat(found._codes, found.negatives_per_row),
+    }
     return {
-        name: {field: length_summary(found.characters[field][codes == code]) for field, codes in each.items()}
+        name: {
+            field: length_summary(found.characters[field][codes == code])
+            for field, codes in each.items()
+        }
         for code, name in enumerate(found.datasets)
     }
 
@@ -545,7 +693,9 @@ def _length_summaries(found):
 def plot_lengths(
     found: DataCheck | ExampleStore,
 ):  # a matplotlib figure
-    "Characters of queries, positives and negatives: percentiles of every dataset, on a logarithmic axis."
+    """Characters of queries, positives and negatives: percentiles of every dataset, on a
+    logarithmic axis.
+    """
     from matplotlib.figure import Figure
 
     register_figures()
@@ -555,9 +705,29 @@ def plot_lengths(
     for axes, field in zip(panels, ("query", "positive", "negatives"), strict=True):
         for height, summary in enumerate(summary[field] for summary in summaries.values()):
             if summary:
-                axes.plot([max(1, summary["p5"]), summary["p95"]], [height] * 2, color="#7d9cc0", lw=1.5, solid_capstyle="butt")
-                axes.plot([max(1, summary["p25"]), summary["p75"]], [height] * 2, color="#2a5b94", lw=5, solid_capstyle="butt")
-                axes.plot(max(1, summary["median"]), height, "o", color="white", ms=3.5, mec="#16335a", mew=1)
+                axes.plot(
+                    [max(1, summary["p5"]), summary["p95"]],
+                    [height] * 2,
+                    color="#7d9cc0",
+                    lw=1.5,
+                    solid_capstyle="butt",
+                )
+                axes.plot(
+                    [max(1, summary["p25"]), summary["p75"]],
+                    [height] * 2,
+                    color="#2a5b94",
+                    lw=5,
+                    solid_capstyle="butt",
+                )
+                axes.plot(
+                    max(1, summary["median"]),
+                    height,
+                    "o",
+                    color="white",
+                    ms=3.5,
+                    mec="#16335a",
+                    mew=1,
+                )
         axes.set(xscale="log", title=field)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(axis="x", color="#dddddd", lw=0.6)
@@ -565,5 +735,7 @@ def plot_lengths(
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(summaries)), summaries)
     panels[0].set_ylim(len(summaries) - 0.5, -0.5)
-    figure.supxlabel("characters (logarithmic): 5th to 95th percentile, middle half, median", fontsize=9)
+    figure.supxlabel(
+        "characters (logarithmic): 5th to 95th percentile, middle half, median", fontsize=9
+    )
     return figure

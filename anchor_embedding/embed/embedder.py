@@ -41,19 +41,29 @@ from anchor_embedding.model.decoder import (
 )
 from ..model.packing import pack, token_budget_batches
 from ..model.text import OPENINGS, PROMPT, TextTokenizer
-from ..objectives.refinement import STEP_POOLINGS, SoftTokens, add_pause_tokens, check_context, refine
+from anchor_embedding.objectives.refinement import (
+    STEP_POOLINGS,
+    SoftTokens,
+    add_pause_tokens,
+    check_context,
+    refine,
+)
 
 # %% ../../nbs/embed/10_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"
 
 # %% ../../nbs/embed/10_embedder.ipynb #4cb7b9c0
 def _check_reading(decoder, tokenizer, pooling, soft_tokens):
-    "Raise `InputError` for a pooling, an attention, a length and soft tokens that do not go together."
+    """Raise `InputError` for a pooling, an attention, a length and soft tokens that do not go
+    together.
+    """
     known = STEP_POOLINGS if soft_tokens else POOLINGS
     if pooling not in known:
         raise InputError(f"pooling is {pooling!r}; give one of {', '.join(known)}")
     if soft_tokens and decoder.attention != "causal":
-        raise InputError("soft tokens follow a text that is read causally: leave attention or soft_tokens out")
+        raise InputError(
+            "soft tokens follow a text that is read causally: leave attention or soft_tokens out"
+        )
     if soft_tokens:
         check_context(decoder, tokenizer.max_length, soft_tokens.steps)
     check_echo(decoder, pooling, tokenizer.max_length)
@@ -66,15 +76,25 @@ class Embedder:
         self,
         decoder: CausalDecoder,
         tokenizer: TextTokenizer,
-        pooling: str = "eos",  # "eos", "last", "mean" or "weighted_mean", "echo_eos", "echo_mean"; with soft tokens "mean" or "last"
-        soft_tokens: SoftTokens | None = None,  # how a text is continued before its states are pooled; None = not at all
-        decode_opening: str = "encode",  # how a sequence opens that is decoded from a vector; see `opening_ids`
-        instructions: str | dict | None = None,  # it was trained with: "none", "paper", "as_released", a table; None = not known
+        # "eos", "last", "mean" or "weighted_mean", "echo_eos", "echo_mean"; with soft tokens "mean"
+        # or "last"
+        pooling: str = "eos",
+        # how a text is continued before its states are pooled; None = not at all
+        soft_tokens: SoftTokens | None = None,
+        # how a sequence opens that is decoded from a vector; see `opening_ids`
+        decode_opening: str = "encode",
+        # it was trained with: "none", "paper", "as_released", a table; None = not known
+        instructions: str | dict | None = None,
     ):
         _check_reading(decoder, tokenizer, pooling, soft_tokens)
         if decode_opening not in OPENINGS:
-            raise InputError(f"decode_opening is {decode_opening!r}; give one of {', '.join(OPENINGS)}")
-        self.decoder, self.tokenizer, self.pooling, self.soft_tokens = decoder, tokenizer, pooling, soft_tokens
+            raise InputError(
+                f"decode_opening is {decode_opening!r}; give one of {', '.join(OPENINGS)}"
+            )
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.soft_tokens = soft_tokens
         self.decode_opening = decode_opening
         self.instructions = instructions
 
@@ -85,24 +105,41 @@ class Embedder:
 
     dimension = property(lambda self: self.decoder.hidden_size)  # numbers in a vector
 
-    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
+    def encode(
+        self,
+        texts,
+        instruction=None,
+        batch_tokens=8192,
+        normalize=False,
+        progress=None,
+        refine_steps=None,
+    ) -> np.ndarray:
         "See `encode_texts`."
-        return encode_texts(self, texts, instruction, batch_tokens, normalize, progress, refine_steps)
+        return encode_texts(
+            self, texts, instruction, batch_tokens, normalize, progress, refine_steps
+        )
 
     def save_pretrained(self, folder) -> None:
-        "Weights (or the LoRA adapter alone, if there is one), tokenizer and settings; raises `InputError` when the disk will not take them."
+        """Weights (or the LoRA adapter alone, if there is one), tokenizer and settings; raises
+        `InputError` when the disk will not take them.
+        """
         with atomic_folder(folder) as aside:
             write_embedder(self, aside)
 
     def __repr__(self) -> str:
-        model, dtype = type(self.decoder.causal_lm).__name__, self.decoder.head.weight.dtype
+        model = type(self.decoder.causal_lm).__name__
+        dtype = self.decoder.head.weight.dtype
         attention = ", bidirectional" if self.decoder.attention == "bidirectional" else ""
-        pooling = f"{self.pooling} pooling" + (f" of {self.soft_tokens.steps} soft tokens" if self.soft_tokens else "")
+        pooling = f"{self.pooling} pooling" + (
+            f" of {self.soft_tokens.steps} soft tokens" if self.soft_tokens else ""
+        )
         return f"Embedder({model}{attention}, {self.dimension} dimensions, {self.tokenizer}, {pooling}, {dtype})"
 
 # %% ../../nbs/embed/10_embedder.ipynb #f5f1f1a8
 def _read(self, texts, instruction=None, **settings):
-    "What the model decodes from the vectors of texts alone; see `anchor_embedding.embed.reading.read_texts`."
+    """What the model decodes from the vectors of texts alone; see
+    `anchor_embedding.embed.reading.read_texts`.
+    """
     from anchor_embedding.embed.reading import read_texts
 
     return read_texts(self, texts, instruction, **settings)
@@ -115,12 +152,15 @@ def _export(self, folder, **options) -> Path:
     return export_embedder(self, folder, **options)
 
 
-Embedder.read, Embedder.export = _read, _export
+Embedder.read = _read
+Embedder.export = _export
 
 # %% ../../nbs/embed/10_embedder.ipynb #366a2638
 def embedder_facts(embedder: Embedder) -> dict[str, object]:
     "What an embedder is made of, by name."
-    decoder, text, soft = embedder.decoder, embedder.tokenizer, embedder.soft_tokens
+    decoder = embedder.decoder
+    text = embedder.tokenizer
+    soft = embedder.soft_tokens
     return {
         "model": type(decoder.causal_lm).__name__,
         "parameters": sum(parameter.numel() for parameter in decoder.parameters()),
@@ -140,11 +180,17 @@ Embedder._repr_html_ = lambda self: facts_html("Embedder", embedder_facts(self))
 CHUNK_TEXTS = 4096  # texts tokenised at a time
 
 
-def _token_batches(embedder: Embedder, texts, instruction, batch_tokens: int) -> Iterator[tuple[list[int], list[list[int]]]]:
+def _token_batches(
+    embedder: Embedder, texts, instruction, batch_tokens: int
+) -> Iterator[tuple[list[int], list[list[int]]]]:
     "Indices and token ids of packed batches."
     for start in range(0, len(texts), CHUNK_TEXTS):
         part = texts[start : start + CHUNK_TEXTS]
-        told = instruction if instruction is None or isinstance(instruction, str) else instruction[start : start + CHUNK_TEXTS]
+        told = (
+            instruction
+            if instruction is None or isinstance(instruction, str)
+            else instruction[start : start + CHUNK_TEXTS]
+        )
         tokens = embedder.tokenizer(part, told)
         order = sorted(range(len(part)), key=lambda i: -len(tokens[i]))
         for group in token_budget_batches([len(tokens[i]) for i in order], batch_tokens):
@@ -154,21 +200,28 @@ def _token_batches(embedder: Embedder, texts, instruction, batch_tokens: int) ->
 # %% ../../nbs/embed/10_embedder.ipynb #9a6bfb01
 def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Tensor:
     "(n, d) vectors of token ids; (n, k, d) for a list of k numbers of refinement steps."
-    decoder, tokens = embedder.decoder, embedder.soft_tokens
+    decoder = embedder.decoder
+    tokens = embedder.soft_tokens
     if tokens:
         batch = pack([tokens.prefix(text) for text in ids], decoder.device)
         return decoder(refine, batch, tokens, embedder.pooling, refine_steps)
     if refine_steps is not None:
-        raise InputError("this model has no soft tokens; leave refine_steps out, or train one with the objective 'refinement'")
+        raise InputError(
+            "this model has no soft tokens; leave refine_steps out, or train one with "
+            "the objective 'refinement'"
+        )
     return decoder(CausalDecoder.encode, pack(ids, decoder.device), embedder.pooling)
 
 # %% ../../nbs/embed/10_embedder.ipynb #fe98a123
-_EVALUATING, _LOCK = WeakKeyDictionary(), threading.Lock()  # decoder → threads that use it, and whether it was in training
+_EVALUATING = WeakKeyDictionary()
+_LOCK = threading.Lock()  # decoder → threads that use it, and whether it was in training
 
 
 @contextmanager
 def evaluating(decoder: CausalDecoder):
-    "Context without dropout, for several threads at a time; after the last of them the model is as it was."
+    """Context without dropout, for several threads at a time; after the last of them the model is
+    as it was.
+    """
     with _LOCK:
         threads, training = _EVALUATING.get(decoder, (0, decoder.training))
         _EVALUATING[decoder] = threads + 1, training
@@ -189,18 +242,25 @@ def evaluating(decoder: CausalDecoder):
 def encode_texts(
     embedder: Embedder,
     texts: Sequence[str],  # n texts; a single string gives one vector
-    instruction: str | Sequence[str | None] | None = None,  # for all texts, or one each; queries have one, documents mostly not
+    # for all texts, or one each; queries have one, documents mostly not
+    instruction: str | Sequence[str | None] | None = None,
     batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
     normalize: bool = False,  # to length 1
     progress: bool | None = None,  # see `progress_bar`
-    refine_steps: int | Sequence[int] | None = None,  # soft tokens; None = as many as in training; of a list every one, in one pass
+    # soft tokens; None = as many as in training; of a list every one, in one pass
+    refine_steps: int | Sequence[int] | None = None,
 ) -> np.ndarray:  # (n, d) float32; (n, k, d) for a list of k `refine_steps`
-    "Vectors of texts; a text's vector does not depend on what else is in the call. Raises `InputError` for what is not text."
+    """Vectors of texts; a text's vector does not depend on what else is in the call. Raises
+    `InputError` for what is not text.
+    """
     if isinstance(texts, str):
-        return encode_texts(embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps)[0]
+        return encode_texts(
+            embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps
+        )[0]
     if isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
         raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
-    texts, decoder = list(texts), embedder.decoder
+    texts = list(texts)
+    decoder = embedder.decoder
     several = () if refine_steps is None or isinstance(refine_steps, int) else (len(refine_steps),)
     vectors = np.empty((len(texts), *several, embedder.dimension), dtype=np.float32)
     with evaluating(decoder), progress_bar(len(texts), "encode", "text", progress=progress) as bar:
@@ -212,15 +272,24 @@ def encode_texts(
     return vectors
 
 # %% ../../nbs/embed/10_embedder.ipynb #169f196a
-BARE_TOKENIZER = "bare_tokenizer"  # folder in an exported model: its tokenizer as it was in training
+# folder in an exported model: its tokenizer as it was in training
+BARE_TOKENIZER = "bare_tokenizer"
 PAUSE_TOKENS = "pause_tokens.safetensors"  # trained vectors in place of soft tokens
-_OWN = (SETTINGS_FILE, PAUSE_TOKENS, f"{BARE_TOKENIZER}/*", "adapter_config.json", "adapter_model.safetensors")
+_OWN = (
+    SETTINGS_FILE,
+    PAUSE_TOKENS,
+    f"{BARE_TOKENIZER}/*",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+)
 
 
 def own_files(
     name: str,  # folder or hub name
 ) -> Path:
-    "The folder with what transformers does not fetch of a model: settings, tokenizer of training, adapter. Of the hub, a copy."
+    """The folder with what transformers does not fetch of a model: settings, tokenizer of training,
+    adapter. Of the hub, a copy.
+    """
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -244,7 +313,8 @@ def read_tokenizer(
 def write_embedder(
     embedder: Embedder,
     folder: Path,  # which exists
-    weights: dict[str, torch.Tensor] | None = None,  # by their names in the model; None = those in the model
+    # by their names in the model; None = those in the model
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     "Write weights or adapter, tokenizer and settings."
     own = {"pause_tokens": getattr(embedder.decoder, "pause_tokens", None)} | (weights or {})
@@ -256,10 +326,17 @@ def write_embedder(
 
 
 def write_settings(embedder: Embedder, folder: Path) -> None:
-    "Write `anchor_embedding.json`: what a text becomes, how its states become a vector, and how a vector is decoded."
+    """Write `anchor_embedding.json`: what a text becomes, how its states become a vector, and how a
+    vector is decoded.
+    """
     soft = {"soft_tokens": asdict(embedder.soft_tokens)} if embedder.soft_tokens else {}
     trained = {} if embedder.instructions is None else {"instructions": embedder.instructions}
-    reading = {"pooling": embedder.pooling, "attention": embedder.decoder.attention, "decode_opening": embedder.decode_opening, **soft}
+    reading = {
+        "pooling": embedder.pooling,
+        "attention": embedder.decoder.attention,
+        "decode_opening": embedder.decode_opening,
+        **soft,
+    }
     settings = {**embedder.tokenizer.config(), **reading, **trained, "version": __version__}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
 
@@ -275,11 +352,19 @@ def read_settings(
     if not path.exists():
         return {}
     try:
-        before = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}  # models saved before these were settings have none
+        # models saved before these were settings have none
+        before = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}
         settings = before | json.loads(path.read_text())
-        soft = {"soft_tokens": SoftTokens(**settings["soft_tokens"])} if "soft_tokens" in settings else {}
-        soft |= {"instructions": settings["instructions"]} if "instructions" in settings else {}  # that it was trained with
-        return {key: settings[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")} | soft
+        soft = (
+            {"soft_tokens": SoftTokens(**settings["soft_tokens"])}
+            if "soft_tokens" in settings
+            else {}
+        )
+        # that it was trained with
+        soft |= {"instructions": settings["instructions"]} if "instructions" in settings else {}
+        return {
+            key: settings[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")
+        } | soft
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
 
@@ -293,29 +378,49 @@ def load_pause_tokens(
     try:
         values = load_file(folder / PAUSE_TOKENS)["pause_tokens"]
     except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"{folder / PAUSE_TOKENS} is missing or damaged ({error}); save the model again") from error
+        raise InputError(
+            f"{folder / PAUSE_TOKENS} is missing or damaged ({error}); save the model again"
+        ) from error
     if values.shape != (steps, decoder.hidden_size):
         wanted = f"the model needs {steps} of {decoder.hidden_size} numbers"
-        raise InputError(f"{folder / PAUSE_TOKENS} holds pause tokens of shape {tuple(values.shape)}, but {wanted}; save the model again")
+        raise InputError(
+            f"{folder / PAUSE_TOKENS} holds pause tokens of shape "
+            f"{tuple(values.shape)}, but {wanted}; save the model again"
+        )
     add_pause_tokens(decoder, steps, values=values)
 
 # %% ../../nbs/embed/10_embedder.ipynb #d5a51ada
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    dtype: str = "auto",  # "float32" or "bfloat16" weights; "auto": as stored, products in bfloat16 where the hardware does it; "stored": as stored
+    # "float32" or "bfloat16" weights; "auto": as stored, products in bfloat16 where the hardware
+    # does it; "stored": as stored
+    dtype: str = "auto",
     device: str | torch.device | None = None,  # None = the accelerator if there is one
-    **settings,  # template, max_length, eos_token, prompt, pooling, attention, soft_tokens, decode_opening, instructions: in place of the saved ones
+    # template, max_length, eos_token, prompt, pooling, attention, soft_tokens, decode_opening,
+    # instructions: in place of the saved ones
+    **settings,
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
     device = choose_device() if device is None else torch.device(device)
     path = resolve_base(str(name)).path
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
-    weights = "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
-    defaults = {"template": "auto", "max_length": 512, "eos_token": None, "pooling": "eos", "attention": "causal"}
+    weights = (
+        "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
+    )
+    defaults = {
+        "template": "auto",
+        "max_length": 512,
+        "eos_token": None,
+        "pooling": "eos",
+        "attention": "causal",
+    }
     defaults |= {"soft_tokens": None, "decode_opening": "encode", "instructions": None}
     settings = defaults | read_settings(path) | settings
-    pooling, attention, soft_tokens = (settings.pop(key) for key in ("pooling", "attention", "soft_tokens"))
-    opening, trained = settings.pop("decode_opening"), settings.pop("instructions")
+    pooling, attention, soft_tokens = (
+        settings.pop(key) for key in ("pooling", "attention", "soft_tokens")
+    )
+    opening = settings.pop("decode_opening")
+    trained = settings.pop("instructions")
     tokenizer = TextTokenizer(read_tokenizer(path), **settings)
     path = own if ((own := own_files(path)) / "adapter_config.json").exists() else path
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)

@@ -27,15 +27,27 @@ from ..model.text import TextTokenizer, format_instruction
 # %% ../../nbs/embed/40_export.ipynb #9ae2a6d5
 def _post_processor(text_tokenizer: TextTokenizer, present: dict | None) -> dict:
     "A template as a post-processor; of the one `present`, what moves character offsets stays."
-    tokenizer, template = text_tokenizer.tokenizer, text_tokenizer.template
+    tokenizer = text_tokenizer.tokenizer
+    template = text_tokenizer.template
     name = tokenizer.convert_ids_to_tokens
-    special = lambda ids, segment=0: [{"SpecialToken": {"id": name(i), "type_id": segment}} for i in ids]
-    text = lambda which, segment=0: [{"Sequence": {"id": which, "type_id": segment}}]
-    before, behind = template.header, (*template.footer, template.eos_id)
+
+    def special(ids, segment=0):
+        return [{"SpecialToken": {"id": name(i), "type_id": segment}} for i in ids]
+
+    def text(which, segment=0):
+        return [{"Sequence": {"id": which, "type_id": segment}}]
+
+    before = template.header
+    behind = (*template.footer, template.eos_id)
     single = special(before) + text("A") + special(behind)
     around = {name(i): {"id": name(i), "ids": [i], "tokens": [name(i)]} for i in before + behind}
     pair = single + special(before, 1) + text("B", 1) + special(behind, 1)
-    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": around}
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": pair,
+        "special_tokens": around,
+    }
     members = (present or {}).get("processors", [present] if present else [])
     kept = [member for member in members if member["type"] == "ByteLevel"]
     return {"type": "Sequence", "processors": [*kept, processor]} if kept else processor
@@ -45,7 +57,9 @@ def template_tokenizer(
     text_tokenizer: TextTokenizer,  # how texts became ids in training
     padding_side: str = "right",  # or "left": vectors are the same
 ):
-    "A transformers tokenizer that puts the template around every text by itself. Raises `InputError` when that cannot be."
+    """A transformers tokenizer that puts the template around every text by itself. Raises
+    `InputError` when that cannot be.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -53,12 +67,26 @@ def template_tokenizer(
     if padding_side not in ("right", "left"):
         raise InputError(f"padding_side is {padding_side!r}; give 'right' or 'left'")
     if text_tokenizer.cut_eos:
-        raise InputError("cut_eos cuts the EOS off long texts, which no saved tokenizer can do: export without it")
+        raise InputError(
+            "cut_eos cuts the EOS off long texts, which no saved tokenizer can do: "
+            "export without it"
+        )
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{type(tokenizer).__name__} is a slow tokenizer, without a post-processor for the template: load its fast variant")
+        raise InputError(
+            f"{type(tokenizer).__name__} is a slow tokenizer, without a "
+            "post-processor for the template: load its fast variant"
+        )
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend |= {"truncation": None, "padding": None, "post_processor": _post_processor(text_tokenizer, backend["post_processor"])}
-    roles = {role: str(token) for role in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := getattr(tokenizer, role))}
+    backend |= {
+        "truncation": None,
+        "padding": None,
+        "post_processor": _post_processor(text_tokenizer, backend["post_processor"]),
+    }
+    roles = {
+        role: str(token)
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (token := getattr(tokenizer, role))
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
         **({"pad_token": tokenizer.convert_ids_to_tokens(text_tokenizer.eos_id)} | roles),
@@ -67,7 +95,16 @@ def template_tokenizer(
     )  # fmt: skip
 
 # %% ../../nbs/embed/40_export.ipynb #26099a48
-_PROBES = ("", " ", "a", "\n\n", " two  spaces ", "The anchor holds the ship, 1024 times.", "Über den Wolken, 錨 ☕", "don't\r\n\tstop")
+_PROBES = (
+    "",
+    " ",
+    "a",
+    "\n\n",
+    " two  spaces ",
+    "The anchor holds the ship, 1024 times.",
+    "Über den Wolken, 錨 ☕",
+    "don't\r\n\tstop",
+)
 
 
 def check_tokenizer(
@@ -78,13 +115,16 @@ def check_tokenizer(
     from transformers import AutoTokenizer
 
     tokens = text_tokenizer.tokenizer
-    special = "".join(f"a{token} {token}" for token in [str(t) for t in tokens.added_tokens_decoder.values()][:50])
+    special = "".join(
+        f"a{token} {token}" for token in [str(t) for t in tokens.added_tokens_decoder.values()][:50]
+    )
     texts = [*_PROBES, special, "The anchor holds. " * text_tokenizer.max_length]
     found = AutoTokenizer.from_pretrained(folder)(texts, truncation=True)["input_ids"]
     for text, expected, ids in zip(texts, text_tokenizer(texts), found, strict=True):
         if expected.ids != ids:
             raise InputError(
-                f"{type(tokens).__name__} cannot be exported: saved with template {text_tokenizer.template.style!r}, it reads {text!r:.60} "
+                f"{type(tokens).__name__} cannot be exported: saved with template "
+                f"{text_tokenizer.template.style!r}, it reads {text!r:.60} "
                 f"as {ids[:20]}, not as {expected.ids[:20]}"
             )
 
@@ -93,15 +133,31 @@ QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that a
 
 
 def prompts(
-    prompt: str,  # how an instruction and a text are joined: "Instruct: {instruction}\nQuery: {text}"
+    # how an instruction and a text are joined: "Instruct: {instruction}\nQuery: {text}"
+    prompt: str,
     instructions: Mapping[str, str],  # prompt name → instruction; "" for none
 ) -> dict[str, str]:
     "Prompt name → what goes in front of a text."
-    return {name: format_instruction(told, "", prompt) for name, told in {**instructions, "document": ""}.items()}
+    return {
+        name: format_instruction(told, "", prompt)
+        for name, told in {**instructions, "document": ""}.items()
+    }
 
 # %% ../../nbs/embed/40_export.ipynb #8c3da28b
-POOLING_MODES = {"eos": "lasttoken", "last": "lasttoken", "mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
-_MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+POOLING_MODES = {
+    "eos": "lasttoken",
+    "last": "lasttoken",
+    "mean": "mean_tokens",
+    "weighted_mean": "weightedmean_tokens",
+}
+_MODES = (
+    "cls_token",
+    "mean_tokens",
+    "max_tokens",
+    "mean_sqrt_len_tokens",
+    "weightedmean_tokens",
+    "lasttoken",
+)
 
 
 def _versions(*packages: str) -> dict[str, str]:
@@ -120,11 +176,17 @@ def module_files(
     prompts: dict[str, str],  # by name
     normalize: bool = False,  # vectors of length 1
 ) -> dict[str, object]:  # path in the folder → JSON
-    "Modules, pooling, length and prompts, as sentence-transformers reads them. Raises `InputError` for a pooling it lacks."
+    """Modules, pooling, length and prompts, as sentence-transformers reads them. Raises
+    `InputError` for a pooling it lacks.
+    """
     pooling = f"{embedder.pooling} of soft tokens" if embedder.soft_tokens else embedder.pooling
     if pooling not in POOLING_MODES:
-        raise InputError(f"sentence-transformers has no pooling like {pooling!r}; it can be {', '.join(POOLING_MODES)}")
-    mode, names = POOLING_MODES[pooling], ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+        raise InputError(
+            f"sentence-transformers has no pooling like {pooling!r}; it can be "
+            f"{', '.join(POOLING_MODES)}"
+        )
+    mode = POOLING_MODES[pooling]
+    names = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", *(f"{i}_{name}" for i, name in enumerate(names) if i)]
     made = _versions("sentence_transformers", "transformers", "torch")
     return {
@@ -145,12 +207,22 @@ def module_files(
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapter: bool, base: str | None, push: str | None) -> None:
+def _write_weights(
+    embedder: Embedder,
+    source: Path | None,
+    folder: Path,
+    adapter: bool,
+    base: str | None,
+    push: str | None,
+) -> None:
     "Merged weights, or an adapter that names its base."
     model = embedder.decoder.model
     has_adapter = (source / _ADAPTER[0]).exists() if source else hasattr(model, "peft_config")
     if adapter and not has_adapter:
-        raise InputError(f"{source or embedder} has no adapter of its own (a finished run merges it): export it merged, or a checkpoint")
+        raise InputError(
+            f"{source or embedder} has no adapter of its own (a finished run merges "
+            "it): export it merged, or a checkpoint"
+        )
     if adapter and source:
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
@@ -161,10 +233,20 @@ def _write_weights(embedder: Embedder, source: Path | None, folder: Path, adapte
         model.save_pretrained(folder)
     if adapter and base:
         _edit_json(folder / _ADAPTER[0], lambda values: values | {"base_model_name_or_path": base})
-    elif adapter and push and Path(json.loads((folder / _ADAPTER[0]).read_text())["base_model_name_or_path"]).exists():
-        raise InputError("the base of this adapter is a folder here, which nobody else has: name it on the hub with base=…, or push it merged")
+    elif (
+        adapter
+        and push
+        and Path(json.loads((folder / _ADAPTER[0]).read_text())["base_model_name_or_path"]).exists()
+    ):
+        raise InputError(
+            "the base of this adapter is a folder here, which nobody else has: name "
+            "it on the hub with base=…, or push it merged"
+        )
     if (folder / "config.json").exists():  # TEI reads a number there, or nothing
-        _edit_json(folder / "config.json", lambda values: {k: v for k, v in values.items() if (k, v) != ("pad_token_id", None)})
+        _edit_json(
+            folder / "config.json",
+            lambda values: {k: v for k, v in values.items() if (k, v) != ("pad_token_id", None)},
+        )
 
 
 def _edit_json(path: Path, change) -> None:
@@ -176,14 +258,20 @@ def find_cards(
     folder: Path,  # of a model
 ) -> list[dict]:  # first stage first; none for a model without a run
     "The cards of the runs that made a model. Raises `InputError`."
-    runs = [run for run in folder.parent.glob(f"runs/{folder.name}-*") if not (run / "final").exists()]
-    run, cards = (runs[0] if len(runs) == 1 else folder.parent), []
+    runs = [
+        run for run in folder.parent.glob(f"runs/{folder.name}-*") if not (run / "final").exists()
+    ]
+    run = runs[0] if len(runs) == 1 else folder.parent
+    cards = []
     while (run / "card.json").is_file() and len(cards) < 9:
         try:
             cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
             earlier = Path(cards[0]["recipe"]["base"]).parent
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{run / 'card.json'} is damaged ({error}); mend it, or export a copy of the model from elsewhere") from error
+            raise InputError(
+                f"{run / 'card.json'} is damaged ({error}); mend it, or export a copy "
+                "of the model from elsewhere"
+            ) from error
         run = earlier if (earlier / "card.json").is_file() else run.parent / earlier.name
     if cards and folder.name.startswith("step-"):
         cards[-1]["checkpoint"] = folder.name
@@ -203,12 +291,18 @@ def find_base(
     "What is known of a base model."
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    folder, name = Path(origin), _hub_name(origin)
+    folder = Path(origin)
+    name = _hub_name(origin)
     if (folder / "provenance.json").is_file():
         about = json.loads((folder / "provenance.json").read_text())
-        found = {"name": _hub_name(about["name"]), "license": about.get("licence", "").lower(), "source": about.get("source")}
+        found = {
+            "name": _hub_name(about["name"]),
+            "license": about.get("licence", "").lower(),
+            "source": about.get("source"),
+        }
         return {key: value for key, value in found.items() if value}
-    cached, license = try_to_load_from_cache(name, "README.md") if name else None, None
+    cached = try_to_load_from_cache(name, "README.md") if name else None
+    license = None
     readme = Path(cached) if isinstance(cached, str) else folder / "README.md"
     if origin and readme.is_file() and readme.read_text(encoding="utf-8").startswith("---"):
         license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
@@ -222,7 +316,11 @@ def _shown(value) -> str:
         return ", ".join(map(_shown, value))
     text = str(value)
     if isinstance(value, str) and Path(value).is_absolute():
-        parts = Path(value).parts[-2:] if re.fullmatch(r"final|step-\d+", Path(value).name) else Path(value).parts[-1:]
+        parts = (
+            Path(value).parts[-2:]
+            if re.fullmatch(r"final|step-\d+", Path(value).name)
+            else Path(value).parts[-1:]
+        )
         text = "/".join(parts)
     return text.replace("\n", "\\n").replace("|", "\\|") or "(none)"
 
@@ -236,16 +334,47 @@ def _table(rows: list[tuple], *head: str) -> str:
 def _stage(card: dict) -> str:
     "What one run did, in Markdown."
     recipe = card["recipe"]
-    rows = [("objective", recipe["objective"]), ("started from", recipe["base"]), ("data", recipe["data"])]
+    rows = [
+        ("objective", recipe["objective"]),
+        ("started from", recipe["base"]),
+        ("data", recipe["data"]),
+    ]
     rows += [("pairs", f"{card['pairs']:,}"), ("fingerprint of the data", card["fingerprint"])]
     rows += [("steps × pairs", f"{recipe['steps']} × {recipe['batch_size']}")]
-    keys = ("checkpoint", "negatives_pool", "temperature", "trained_parameters", "dtype", "device", "processes", "commit", "tokens")
+    keys = (
+        "checkpoint",
+        "negatives_pool",
+        "temperature",
+        "trained_parameters",
+        "dtype",
+        "device",
+        "processes",
+        "commit",
+        "tokens",
+    )
     facts = {**card, "temperature": recipe.get("temperature")}
-    rows += [(key.replace("_", " "), facts[key]) for key in keys if facts.get(key) not in (None, "", "none")]
-    found = f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
-    settings = {k: _shown(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in recipe.items()}
-    found += "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()) + "\n```\n"
-    changed, chosen = ([(key, *pair) for key, pair in card.get(name, {}).items()] for name in ("deviations", "choices"))
+    rows += [
+        (key.replace("_", " "), facts[key])
+        for key in keys
+        if facts.get(key) not in (None, "", "none")
+    ]
+    found = (
+        f"### {recipe['name']}\n\n{_table(rows, 'what', 'value')}\n\nThe whole recipe:\n\n```toml\n"
+    )
+    settings = {
+        k: _shown(v) if isinstance(v, str) and Path(v).is_absolute() else v
+        for k, v in recipe.items()
+    }
+    found += (
+        "\n".join(
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()
+        )
+        + "\n```\n"
+    )
+    changed, chosen = (
+        [(key, *pair) for key, pair in card.get(name, {}).items()]
+        for name in ("deviations", "choices")
+    )
     if chosen:
         found += f"\nChosen here, because the paper leaves it open:\n\n{_table(chosen, 'setting', 'here', 'paper')}\n"
     if changed:
@@ -256,10 +385,17 @@ def _stage(card: dict) -> str:
 def _read_scores(scores: str | os.PathLike | dict) -> dict:
     "Scores, from a file or as they are; raises `InputError` when they are none."
     try:
-        found = scores if isinstance(scores, dict) else json.loads(Path(scores).read_text(encoding="utf-8"))
+        found = (
+            scores
+            if isinstance(scores, dict)
+            else json.loads(Path(scores).read_text(encoding="utf-8"))
+        )
         {task: float(result["main_score"]) for task, result in found["tasks"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{scores!s:.200} is no scores.json ({type(error).__name__}: {error}); give the one that `anchor eval` wrote") from error
+        raise InputError(
+            f"{scores!s:.200} is no scores.json ({type(error).__name__}: {error}); "
+            "give the one that `anchor eval` wrote"
+        ) from error
     return found
 
 
@@ -271,16 +407,28 @@ def _check_scores(scores: dict, model) -> None:
 
     told = (scores.get("about") or {}).get("revision")
     if told and told != (own := model_revision(model)):
-        raise InputError(f"the scores are of revision {told}, but the model is {own}: evaluate what you export, and export that folder")
+        raise InputError(
+            f"the scores are of revision {told}, but the model is {own}: evaluate "
+            "what you export, and export that folder"
+        )
 
 
 def _score_table(scores: dict) -> str:
     "Tasks and scores in Markdown, and what they were measured with."
     rows = [
-        (task, found.get("split", ""), found.get("metric", "main score"), f"{100 * found['main_score']:.2f}")
+        (
+            task,
+            found.get("split", ""),
+            found.get("metric", "main score"),
+            f"{100 * found['main_score']:.2f}",
+        )
         for task, found in sorted(scores["tasks"].items())
     ]
-    about = {key: value for key, value in scores.get("about", {}).items() if isinstance(value, str | int | float) and value}
+    about = {
+        key: value
+        for key, value in scores.get("about", {}).items()
+        if isinstance(value, str | int | float) and value
+    }
     told = "; ".join(f"{key}: {_shown(value)}" for key, value in about.items())
     return f"{_table(rows, 'task', 'split', 'metric', 'score (%)')}\n\n{told}\n"
 
@@ -337,31 +485,70 @@ def model_card(
     scores: dict | None = None,  # see `scores.json`
     adapter: bool = False,
 ) -> str:
-    "README.md of a model: what it is, how to use it, what it was trained on, what it scores, where it departs from the paper."
+    """README.md of a model: what it is, how to use it, what it was trained on, what it scores,
+    where it departs from the paper.
+    """
     tokenizer = embedder.tokenizer
     token = tokenizer.tokenizer.convert_ids_to_tokens
-    rows = [("base", base.get("name", "(not known)")), ("licence of the base", base.get("license", "(not known: look it up)"))]
+    rows = [
+        ("base", base.get("name", "(not known)")),
+        ("licence of the base", base.get("license", "(not known: look it up)")),
+    ]
     rows += [("weights of the base", base["source"])] if "source" in base else []
-    rows += [("dimensions", embedder.dimension), ("pooling", embedder.pooling), ("template", tokenizer.template.style)]
-    around = [" ".join(token(list(ids))) for ids in (tokenizer.template.header, (*tokenizer.template.footer, tokenizer.eos_id))]
+    rows += [
+        ("dimensions", embedder.dimension),
+        ("pooling", embedder.pooling),
+        ("template", tokenizer.template.style),
+    ]
+    around = [
+        " ".join(token(list(ids)))
+        for ids in (tokenizer.template.header, (*tokenizer.template.footer, tokenizer.eos_id))
+    ]
     dtype = str(embedder.decoder.head.weight.dtype).removeprefix("torch.")
     rows += [("before a text", around[0]), ("behind a text", around[1]), ("dtype", dtype)]
     rows += [("decode opening", embedder.decode_opening)]
     trained = embedder.instructions
-    rows += [("trained with instructions", "a table of its own" if isinstance(trained, Mapping) else trained)] if trained else []
+    rows += (
+        [
+            (
+                "trained with instructions",
+                "a table of its own" if isinstance(trained, Mapping) else trained,
+            )
+        ]
+        if trained
+        else []
+    )
     rows += [("weights", "an adapter; the base is loaded with it" if adapter else "whole")]
     dimensions = sorted({n for card in cards for n in card["recipe"].get("matryoshka", ())})
-    rows += [("shorter vectors", f"trained at {_shown(dimensions)} dimensions: SentenceTransformer(…, truncate_dim=…)")] if dimensions else []
-    trained = "\n".join(map(_stage, cards)) or "No run was found beside this model, so nothing is told of its training.\n"
-    made = {"anchor_embedding": __version__} | _versions("torch", "transformers", "peft", "sentence_transformers")
+    rows += (
+        [
+            (
+                "shorter vectors",
+                f"trained at {_shown(dimensions)} dimensions: "
+                "SentenceTransformer(…, truncate_dim=…)",
+            )
+        ]
+        if dimensions
+        else []
+    )
+    trained = (
+        "\n".join(map(_stage, cards))
+        or "No run was found beside this model, so nothing is told of its training.\n"
+    )
+    made = {"anchor_embedding": __version__} | _versions(
+        "torch", "transformers", "peft", "sentence_transformers"
+    )
     parts = [
         _header(name, base, adapter),
         f"A text embedding model, made with anchor_embedding.\n\n{_table(rows, 'what', 'value')}\n",
-        _USE.format(name=json.dumps(name), instruction=json.dumps(instruction), length=tokenizer.max_length),
+        _USE.format(
+            name=json.dumps(name), instruction=json.dumps(instruction), length=tokenizer.max_length
+        ),
         f"Prompts:\n\n{_table(list(prompts.items()), 'name', 'in front of a text')}\n",
         f"## Training\n\n{trained}",
         "## Scores\n\n" + (_score_table(scores) if scores else "None were given.\n"),
-        f"## Versions\n\nExported with {', '.join(f'{package} {number}' for package, number in made.items())}.\n",
+        "## Versions\n\nExported with "
+        f"{', '.join(f'{package} {number}' for package, number in made.items())}.\n",
     ]
     return "\n".join(parts)
 
@@ -376,15 +563,21 @@ def _free_folder(folder: str | os.PathLike) -> Path:
     "`folder` as a path; raises `InputError` when something lies there."
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"cannot export to {folder}: something is there already; name a new folder, or remove it")
+        raise InputError(
+            f"cannot export to {folder}: something is there already; name a new "
+            "folder, or remove it"
+        )
     return folder
 
 
 def _write_tokenizers(text_tokenizer: TextTokenizer, padding_side: str, folder: Path) -> None:
-    "The tokenizer with its template, checked as it will be loaded, and in a folder of its own the one without."
+    """The tokenizer with its template, checked as it will be loaded, and in a folder of its own the
+    one without.
+    """
     template_tokenizer(text_tokenizer, padding_side).save_pretrained(folder)
     told = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if not (folder / "config.json").exists():  # an adapter: where AutoProcessor looks last, and fails for a model on the hub
+    # an adapter: where AutoProcessor looks last, and fails for a model on the hub
+    if not (folder / "config.json").exists():
         told["processor_class"] = "PreTrainedTokenizerFast"
     _edit_json(folder / "tokenizer_config.json", lambda values: values | told)
     check_tokenizer(text_tokenizer, folder)
@@ -397,23 +590,32 @@ def _origin(embedder: Embedder, source: Path | None, cards: list[dict]) -> str:
         return cards[0]["recipe"]["base"]
     if source and (source / _ADAPTER[0]).exists():
         return json.loads((source / _ADAPTER[0]).read_text())["base_model_name_or_path"]
-    return str(source) if source else getattr(embedder.decoder.causal_lm.config, "_name_or_path", "")
+    return (
+        str(source) if source else getattr(embedder.decoder.causal_lm.config, "_name_or_path", "")
+    )
 
 
 def _write_files(folder: Path, files: dict[str, object]) -> None:
     "Text as it is, everything else as JSON."
     for path, content in files.items():
         (folder / path).parent.mkdir(exist_ok=True)
-        text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        text = (
+            content
+            if isinstance(content, str)
+            else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        )
         (folder / path).write_text(text, encoding="utf-8")
 
 # %% ../../nbs/embed/40_export.ipynb #551a36e8
 def export_embedder(
-    model: Embedder | str | os.PathLike,  # an `Embedder`; or a run, a checkpoint, a model or adapter folder, a hub name
+    # an `Embedder`; or a run, a checkpoint, a model or adapter folder, a hub name
+    model: Embedder | str | os.PathLike,
     folder: str | os.PathLike,  # new or empty
     adapter: bool = False,  # LoRA weights and the name of the base, in place of merged weights
-    scores: str | os.PathLike | dict | None = None,  # the scores.json of an evaluation, for the model card
-    instructions: Mapping[str, str] | None = None,  # prompt name → instruction; "query" has one unless trained without
+    # the scores.json of an evaluation, for the model card
+    scores: str | os.PathLike | dict | None = None,
+    # prompt name → instruction; "query" has one unless trained without
+    instructions: Mapping[str, str] | None = None,
     normalize: bool = False,  # vectors of length 1
     padding_side: str = "right",  # or "left": same vectors
     base: str | None = None,  # the base's name on the hub, where it was loaded from a folder
@@ -421,15 +623,21 @@ def export_embedder(
     push: str | None = None,  # "owner/name": upload it there too, privately
 ) -> Path:  # `folder`
     "Write a sentence-transformers model that gives our vectors by itself. Raises `InputError`."
-    folder, source = _free_folder(folder), None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
+    folder = _free_folder(folder)
+    source = None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
     scores = _read_scores(scores) if scores else None
     if scores:
         _check_scores(scores, model if source is None else source)
     embedder = model if source is None else load_embedder(source, "stored", "cpu")
     if embedder.decoder.attention != "causal":
-        raise InputError("other programs would read this model causally, but it was trained to read in both directions: load it with `Embedder`")
+        raise InputError(
+            "other programs would read this model causally, but it was trained to "
+            "read in both directions: load it with `Embedder`"
+        )
     cards = find_cards(source) if source else []
-    known = find_base(_origin(embedder, source, cards)) | {k: v for k, v in {"name": base, "license": license}.items() if v}
+    known = find_base(_origin(embedder, source, cards)) | {
+        k: v for k, v in {"name": base, "license": license}.items() if v
+    }
     instructions = _settled(instructions, embedder)
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     files["README.md"] = model_card(
@@ -451,14 +659,33 @@ def push_to_hub(
     name: str,  # "owner/name"
     private: bool = True,  # for a repository that does not exist yet
 ) -> str:
-    "Upload a folder to the model hub, with the credentials of `hf auth login`; returns its address. Raises `InputError`."
+    """Upload a folder to the model hub, with the credentials of `hf auth login`; returns its
+    address. Raises `InputError`.
+    """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         hub = HfApi()
         hub.create_repo(name, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from anchor_embedding"))
-    except (HTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        return str(
+            hub.upload_folder(
+                repo_id=name, folder_path=folder, commit_message="Export from anchor_embedding"
+            )
+        )
+    except (
+        HTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"the model hub did not take {name}: {why}; the export itself is whole in {folder}") from error
+        raise InputError(
+            f"the model hub did not take {name}: {why}; the export itself is whole in {folder}"
+        ) from error

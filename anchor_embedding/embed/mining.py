@@ -33,17 +33,27 @@ from ..data.batches import Instructions
 from ..data.examples import Example, fingerprint_line, read_texts
 from ..data.store import ExampleStore, open_examples
 from .embedder import Embedder
-from ..evaluate.benchmark import encode_on, load_model, model_name, model_revision, replicate
+from anchor_embedding.evaluate.benchmark import (
+    encode_on,
+    load_model,
+    model_name,
+    model_revision,
+    replicate,
+)
 from ..evaluate.retrieval import unit
 from ..model.base import resolve_base
 
 # %% ../../nbs/embed/50_mining.ipynb #4b7e1da8
 @dataclass(frozen=True, kw_only=True)
 class MiningSettings:
-    "Which of the documents that look right are taken; raises `InputError` for values that cannot be."
+    """Which of the documents that look right are taken; raises `InputError` for values that cannot
+    be.
+    """
 
     num_negatives: int = 5  # of a query, at most
-    relative_margin: float | None = 0.05  # a negative scores less than the positive by this share of it, at least; None = whatever it scores
+    # a negative scores less than the positive by this share of it, at least; None = whatever it
+    # scores
+    relative_margin: float | None = 0.05
     absolute_margin: float | None = None  # the same as a difference of scores
     max_score: float | None = None  # a negative scores at most this
     min_score: float | None = None  # and at least this
@@ -57,15 +67,33 @@ class MiningSettings:
             raise InputError(f"num_negatives must be at least 1, not {self.num_negatives}")
         if not 0 <= self.range_min <= self.range_max - self.num_negatives:
             ranks = f"range_min {self.range_min} and range_max {self.range_max}"
-            raise InputError(f"{ranks} leave no room for {counted(self.num_negatives, 'negative')}; raise range_max or lower the others")
+            raise InputError(
+                f"{ranks} leave no room for "
+                f"{counted(self.num_negatives, 'negative')}; raise range_max or lower "
+                "the others"
+            )
         if self.sampling not in ("top", "random"):
             raise InputError(f"sampling is {self.sampling!r}; give top or random")
-        for name, lowest in {"relative_margin": 0, "absolute_margin": 0, "max_score": -math.inf, "min_score": -math.inf}.items():
+        for name, lowest in {
+            "relative_margin": 0,
+            "absolute_margin": 0,
+            "max_score": -math.inf,
+            "min_score": -math.inf,
+        }.items():
             value = getattr(self, name)
             if value is not None and not value >= lowest:  # nan is not
-                raise InputError(f"{name} is {value}; give a number{' of 0 or more' if lowest == 0 else ''}")
-        if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
-            raise InputError(f"min_score {self.min_score} is above max_score {self.max_score}; no score lies between them")
+                raise InputError(
+                    f"{name} is {value}; give a number{' of 0 or more' if lowest == 0 else ''}"
+                )
+        if (
+            self.min_score is not None
+            and self.max_score is not None
+            and self.min_score > self.max_score
+        ):
+            raise InputError(
+                f"min_score {self.min_score} is above max_score {self.max_score}; no "
+                "score lies between them"
+            )
 
 # %% ../../nbs/embed/50_mining.ipynb #c71c6c49
 def score_limit(
@@ -73,9 +101,13 @@ def score_limit(
     positive: np.ndarray,  # (b,) score of each query's positive
 ) -> np.ndarray:  # (b,)
     "The highest score that a negative of each query may have."
-    limit = np.full(len(positive), np.inf if settings.max_score is None else settings.max_score, np.float32)
+    limit = np.full(
+        len(positive), np.inf if settings.max_score is None else settings.max_score, np.float32
+    )
     if settings.relative_margin is not None:
-        limit = np.minimum(limit, positive - np.abs(positive) * np.float32(settings.relative_margin))
+        limit = np.minimum(
+            limit, positive - np.abs(positive) * np.float32(settings.relative_margin)
+        )
     if settings.absolute_margin is not None:
         limit = np.minimum(limit, positive - np.float32(settings.absolute_margin))
     return limit
@@ -96,14 +128,23 @@ def choose_negatives(
         allowed &= scores >= settings.min_score
     first = np.broadcast_to(ranks, scores.shape).astype(np.float64)
     if settings.sampling == "random":
-        first = np.stack([np.random.default_rng([settings.seed, int(key)]).random(scores.shape[1]) for key in keys])
-    order = np.argsort(np.where(allowed, first, np.inf), axis=1, kind="stable")[:, : settings.num_negatives]
+        first = np.stack(
+            [
+                np.random.default_rng([settings.seed, int(key)]).random(scores.shape[1])
+                for key in keys
+            ]
+        )
+    order = np.argsort(np.where(allowed, first, np.inf), axis=1, kind="stable")[
+        :, : settings.num_negatives
+    ]
     order.sort(axis=1)
     return order, np.take_along_axis(allowed, order, axis=1)
 
 # %% ../../nbs/embed/50_mining.ipynb #0ba4b6c9
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def folded_hash(text: str) -> int:
@@ -112,10 +153,17 @@ def folded_hash(text: str) -> int:
 
 
 class _Places:
-    "Where texts stand: in a row of a store (slot 0: its query or positive, 1 …: its negatives), or in a corpus (row -1)."
+    """Where texts stand: in a row of a store (slot 0: its query or positive, 1 …: its negatives),
+    or in a corpus (row -1).
+    """
 
     def __init__(self):
-        self.keys, self.exact, self.rows, self.slots = array("Q"), array("Q"), array("q"), array("i")
+        self.keys, self.exact, self.rows, self.slots = (
+            array("Q"),
+            array("Q"),
+            array("q"),
+            array("i"),
+        )
 
     def add(self, text: str, row: int, slot: int) -> None:
         self.keys.append(folded_hash(text))
@@ -124,8 +172,12 @@ class _Places:
         self.slots.append(slot)
 
     def different(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        "Keys, ascending and each once, with row and slot of a text that has it; of several texts always the same one."
-        keys, rows, slots = np.array(self.keys), np.array(self.rows), np.array(self.slots)
+        """Keys, ascending and each once, with row and slot of a text that has it; of several texts
+        always the same one.
+        """
+        keys = np.array(self.keys)
+        rows = np.array(self.rows)
+        slots = np.array(self.slots)
         order = np.lexsort((np.array(self.exact), keys))
         kept = order[np.diff(keys[order], prepend=keys[order[:1]] + np.uint64(1)) != 0]
         return keys[kept], rows[kept], slots[kept]
@@ -140,7 +192,8 @@ class Pool:
     queries: tuple[np.ndarray, np.ndarray, np.ndarray]  # keys, rows, slots
     documents: tuple[np.ndarray, np.ndarray, np.ndarray]
     query_of_row: np.ndarray  # (r,) index of the query of each row of the dataset
-    positives: np.ndarray  # (p, 2) each different pair of a query's and a document's index, ascending
+    # (p, 2) each different pair of a query's and a document's index, ascending
+    positives: np.ndarray
 
     def query_texts(self, which) -> list[str]:
         "Queries by their indices."
@@ -148,9 +201,13 @@ class Pool:
 
     def document_texts(self, which) -> list[str]:
         "Documents by their indices."
-        rows, slots = self.documents[1][which], self.documents[2][which]
+        rows = self.documents[1][which]
+        slots = self.documents[2][which]
         examples = iter(self.store.take(rows[rows >= 0]))
-        return [self.corpus[slot] if row < 0 else _document(next(examples), slot) for row, slot in zip(rows, slots, strict=True)]
+        return [
+            self.corpus[slot] if row < 0 else _document(next(examples), slot)
+            for row, slot in zip(rows, slots, strict=True)
+        ]
 
     def positives_of(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         "Of the queries `start` to `stop`: pairs of (query's index - start, document's index)."
@@ -159,7 +216,8 @@ class Pool:
 
     def same_text(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         "The same for documents that are the query itself."
-        keys, documents = self.queries[0][start:stop], self.documents[0]
+        keys = self.queries[0][start:stop]
+        documents = self.documents[0]
         found = np.minimum(np.searchsorted(documents, keys), len(documents) - 1)
         rows = np.flatnonzero(documents[found] == keys)
         return rows, found[rows]
@@ -175,7 +233,10 @@ def read_pool(
     corpus: Sequence[str] = (),  # further documents
 ) -> Pool:
     "The queries and documents of these rows."
-    queries, documents, asked, answers = _Places(), _Places(), array("Q"), array("Q")
+    queries = _Places()
+    documents = _Places()
+    asked = array("Q")
+    answers = array("Q")
     for start in range(0, len(rows), 1024):
         part = rows[start : start + 1024]
         for row, example in zip(part.tolist(), store.take(part), strict=True):
@@ -188,10 +249,19 @@ def read_pool(
     for number, text in enumerate(corpus):
         if text.strip():
             documents.add(text, -1, number)
-    queries, documents = queries.different(), documents.different()
-    query_of_row, positive_of_row = np.searchsorted(queries[0], np.array(asked)), np.searchsorted(documents[0], np.array(answers))
+    queries = queries.different()
+    documents = documents.different()
+    query_of_row = np.searchsorted(queries[0], np.array(asked))
+    positive_of_row = np.searchsorted(documents[0], np.array(answers))
     pairs = np.unique(query_of_row * len(documents[0]) + positive_of_row)
-    return Pool(store, corpus, queries, documents, query_of_row, np.stack(np.divmod(pairs, len(documents[0])), axis=1))
+    return Pool(
+        store,
+        corpus,
+        queries,
+        documents,
+        query_of_row,
+        np.stack(np.divmod(pairs, len(documents[0])), axis=1),
+    )
 
 # %% ../../nbs/embed/50_mining.ipynb #1ce42f86
 class CosineScores:
@@ -207,8 +277,11 @@ class CosineScores:
         queries: int = 4096,  # in a block
         documents: int = 8192,  # in a block
     ):
-        self.encode_query, self.encode_document, self.device = encode_query, encode_document, device
-        self.queries, self.documents = queries, documents
+        self.encode_query = encode_query
+        self.encode_document = encode_document
+        self.device = device
+        self.queries = queries
+        self.documents = documents
 
     @contextmanager
     def index(self, parts: Iterator[list[str]], folder: Path):
@@ -226,11 +299,19 @@ class CosineScores:
         "(index of the first document, (b, m) scores) for b queries and the next m documents."
         wanted = torch.from_numpy(unit(self.encode_query(queries), "query vector")).to(self.device)
         for start in range(0, len(self.vectors), self.documents):
-            yield start, wanted @ torch.from_numpy(self.vectors[start : start + self.documents].copy()).to(self.device).T
+            yield (
+                start,
+                wanted
+                @ torch.from_numpy(self.vectors[start : start + self.documents].copy())
+                .to(self.device)
+                .T,
+            )
 
 # %% ../../nbs/embed/50_mining.ipynb #6c57e8a2
 class Bm25Scores:
-    "Scores by BM25 as in `evaluation` (Lucene variant, k1 = 1.5, b = 0.75; English stopwords, no stemmer)."
+    """Scores by BM25 as in `evaluation` (Lucene variant, k1 = 1.5, b = 0.75; English stopwords, no
+    stemmer).
+    """
 
     floor = 0.0  # a document with no word of the query
     queries = 32  # in a block
@@ -241,7 +322,10 @@ class Bm25Scores:
         import bm25s
 
         corpus = [words for texts in parts for words in _words(texts)]
-        self.size, self.found = len(corpus), bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
+        self.size, self.found = (
+            len(corpus),
+            bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None,
+        )
         if self.found:
             self.found.index(corpus, show_progress=False)
         yield
@@ -268,11 +352,16 @@ def find_candidates(
     start: int,  # queries from this one
     stop: int,  # up to this one
     k: int,  # candidates of a query
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
-    "The best documents of some queries, without their positives and themselves; equal scores in the order of the documents."
-    best, ids = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu")), None
+    # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The best documents of some queries, without their positives and themselves; equal scores in
+    the order of the documents.
+    """
+    best = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu"))
+    ids = None
     positive = np.full(stop - start, np.inf, np.float32)
-    (own, answers), (themselves, same) = pool.positives_of(start, stop), pool.same_text(start, stop)
+    own, answers = pool.positives_of(start, stop)
+    themselves, same = pool.same_text(start, stop)
     for first, scores in scorer.blocks(pool.query_texts(slice(start, stop))):
         for rows, documents, counts in ((own, answers, True), (themselves, same, False)):
             inside = (documents >= first) & (documents < first + scores.shape[1])
@@ -285,14 +374,19 @@ def find_candidates(
         ids = columns if ids is None else torch.cat([ids, columns + first], dim=1)
         best, order = torch.cat([best, found], dim=1).topk(min(k, ids.shape[1]))
         ids = ids.gather(1, order)
-    best, ids = best.cpu().numpy(), ids.cpu().numpy()
+    best = best.cpu().numpy()
+    ids = ids.cpu().numpy()
     order = np.lexsort((ids, -best), axis=1)
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(best, order, axis=1), positive
 
 # %% ../../nbs/embed/50_mining.ipynb #8fd73880
-def _mine_dataset(scorer, pool: Pool, settings: MiningSettings, folder: Path, bar) -> tuple[np.ndarray, dict]:
+def _mine_dataset(
+    scorer, pool: Pool, settings: MiningSettings, folder: Path, bar
+) -> tuple[np.ndarray, dict]:
     "(queries, n) documents of the negatives, -1 where there is none, and the figures of a dataset."
-    queries, numbers, tally = len(pool.queries[0]), np.arange(len(pool.documents[0])), _Tally(settings)
+    queries = len(pool.queries[0])
+    numbers = np.arange(len(pool.documents[0]))
+    tally = _Tally(settings)
     negatives = np.full((queries, min(settings.num_negatives, len(numbers))), -1, np.int32)
 
     def parts():
@@ -304,24 +398,45 @@ def _mine_dataset(scorer, pool: Pool, settings: MiningSettings, folder: Path, ba
         for start in range(0, queries, scorer.queries):
             stop = min(start + scorer.queries, queries)
             ids, scores, positive = find_candidates(scorer, pool, start, stop, settings.range_max)
-            columns, taken = choose_negatives(settings, scores, positive, pool.queries[0][start:stop], scorer.floor)
+            columns, taken = choose_negatives(
+                settings, scores, positive, pool.queries[0][start:stop], scorer.floor
+            )
             chosen = np.where(taken, np.take_along_axis(ids, columns, axis=1), -1)
             negatives[start:stop, : chosen.shape[1]] = chosen
-            tally.add(scores, np.where(taken, np.take_along_axis(scores, columns, axis=1), np.nan), positive, scorer.floor)
+            tally.add(
+                scores,
+                np.where(taken, np.take_along_axis(scores, columns, axis=1), np.nan),
+                positive,
+                scorer.floor,
+            )
             bar.update(stop - start)
-    return negatives, {"rows": len(pool.query_of_row), "queries": queries, "documents": len(numbers)} | tally.figures()
+    return negatives, {
+        "rows": len(pool.query_of_row),
+        "queries": queries,
+        "documents": len(numbers),
+    } | tally.figures()
 
 # %% ../../nbs/embed/50_mining.ipynb #b9784712
 class _Tally:
     "Counts and sums over queries."
 
     def __init__(self, settings: MiningSettings):
-        self.settings, self.counts = settings, dict.fromkeys(("queries", "negatives", "fewer", "none", "first", "close", "looked_at"), 0)
+        self.settings, self.counts = (
+            settings,
+            dict.fromkeys(
+                ("queries", "negatives", "fewer", "none", "first", "close", "looked_at"), 0
+            ),
+        )
         self.sums = dict.fromkeys(("positive", "negative_score", "margin"), 0.0)
 
-    def add(self, scores: np.ndarray, taken: np.ndarray, positive: np.ndarray, floor: float) -> None:
-        "Some queries: (b, k) candidates' scores, (b, n) negatives' scores or nan, (b,) positive's scores."
-        each, inside = np.isfinite(taken).sum(1), scores[:, self.settings.range_min : self.settings.range_max]
+    def add(
+        self, scores: np.ndarray, taken: np.ndarray, positive: np.ndarray, floor: float
+    ) -> None:
+        """Some queries: (b, k) candidates' scores, (b, n) negatives' scores or nan, (b,) positive's
+        scores.
+        """
+        each = np.isfinite(taken).sum(1)
+        inside = scores[:, self.settings.range_min : self.settings.range_max]
         limit = score_limit(self.settings, positive)[:, None]
         counted = {
             "queries": len(taken), "negatives": each.sum(), "fewer": (each < self.settings.num_negatives).sum(), "none": (each == 0).sum(),
@@ -335,11 +450,21 @@ class _Tally:
 
     def figures(self) -> dict:
         "What a card says of a dataset."
-        counts, ratio = self.counts, lambda value, of: round(value / of, 4) if of else None
+        counts = self.counts
+
+        def ratio(value, of):
+            return round(value / of, 4) if of else None
+
         figures = {name: counts[name] for name in ("negatives", "fewer", "none")}
-        figures |= {"positive_first": ratio(counts["first"], counts["queries"]), "too_close": ratio(counts["close"], counts["looked_at"])}
+        figures |= {
+            "positive_first": ratio(counts["first"], counts["queries"]),
+            "too_close": ratio(counts["close"], counts["looked_at"]),
+        }
         figures["positive_score"] = ratio(self.sums["positive"], counts["queries"])
-        return figures | {name: ratio(self.sums[name], counts["negatives"]) for name in ("negative_score", "margin")}
+        return figures | {
+            name: ratio(self.sums[name], counts["negatives"])
+            for name in ("negative_score", "margin")
+        }
 
 # %% ../../nbs/embed/50_mining.ipynb #305c16d6
 @dataclass(frozen=True, repr=False)
@@ -356,7 +481,11 @@ class Mined:
         return pd.DataFrame(list(rows.values()), index=pd.Index(rows, name="dataset"), dtype=object)
 
     def __repr__(self):
-        figures = self.table.drop(columns=["rows"]).rename(columns=lambda name: name.replace("_", " ")).map(_cell)
+        figures = (
+            self.table.drop(columns=["rows"])
+            .rename(columns=lambda name: name.replace("_", " "))
+            .map(_cell)
+        )
         return f"{self.out.name}: {counted(self.card['rows'], 'row')}, negatives by {self.card['model']}\n{figures.T.to_string()}"
 
 
@@ -365,44 +494,76 @@ def _cell(value) -> str:
 
 # %% ../../nbs/embed/50_mining.ipynb #e5b4a655
 def load_scorer(
-    model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",  # "bm25", a model's name or folder, a model, or a scorer as it is
+    # "bm25", a model's name or folder, a model, or a scorer as it is
+    model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",
     dtype: str = "auto",  # see `load_embedder`
 ) -> tuple[Callable[[str | None, str | None], "CosineScores | Bm25Scores"], dict]:
-    "(instructions of query and document → scorer; name and revision of the model). Raises `InputError`."
+    """(instructions of query and document → scorer; name and revision of the model). Raises
+    `InputError`.
+    """
     if isinstance(model, CosineScores | Bm25Scores):
         return lambda query, document: model, {"model": type(model).__name__, "revision": None}
     if model == "bm25":
         return lambda query, document: Bm25Scores(), {"model": "bm25", "revision": None}
     loaded = load_model(model, dtype)
-    about = {"model": model_name(model), "revision": model_revision(model if isinstance(model, Embedder) else resolve_base(str(model)).path)}
+    about = {
+        "model": model_name(model),
+        "revision": model_revision(
+            model if isinstance(model, Embedder) else resolve_base(str(model)).path
+        ),
+    }
     if isinstance(loaded, Embedder):
         replicas = replicate(loaded)
-        encode = lambda told: lambda texts: encode_on(replicas, texts, told)
-        return lambda query, document: CosineScores(encode(query), encode(document), loaded.decoder.device), about
+
+        def encode(told):
+            return lambda texts: encode_on(replicas, texts, told)
+
+        return lambda query, document: CosineScores(
+            encode(query), encode(document), loaded.decoder.device
+        ), about
 
     def scorer(query, document):
         if query or document:
-            raise InputError(f"{model} is a sentence-transformers model, which brings its own prompts; leave the instructions out")
+            raise InputError(
+                f"{model} is a sentence-transformers model, which brings its own "
+                "prompts; leave the instructions out"
+            )
         quiet = {"show_progress_bar": False, "convert_to_numpy": True}
-        sides = (lambda texts: loaded.model.encode_query(texts, **quiet), lambda texts: loaded.model.encode_document(texts, **quiet))
+        sides = (
+            lambda texts: loaded.model.encode_query(texts, **quiet),
+            lambda texts: loaded.model.encode_document(texts, **quiet),
+        )
         return CosineScores(*sides, loaded.model.device)
 
     return scorer, about
 
 # %% ../../nbs/embed/50_mining.ipynb #07bd0b15
 def _check_out(source: str | os.PathLike, out: Path, corpus: str | os.PathLike | None) -> Path:
-    "`out`; raises `InputError` where it cannot be read as pairs, would be read together with its source, or would replace the corpus."
+    """`out`; raises `InputError` where it cannot be read as pairs, would be read together with its
+    source, or would replace the corpus.
+    """
     if not out.name.lower().endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{out}: mined pairs are written as .jsonl or .jsonl.gz; name such a file")
-    if source != "" and Path(source).exists() and Path(source).resolve() in (out.resolve(), out.resolve().parent):
-        raise InputError(f"{out}: this is where the pairs are read from; choose another place, or both would be read the next time")
+    if (
+        source != ""
+        and Path(source).exists()
+        and Path(source).resolve() in (out.resolve(), out.resolve().parent)
+    ):
+        raise InputError(
+            f"{out}: this is where the pairs are read from; choose another place, or "
+            "both would be read the next time"
+        )
     if corpus is not None and Path(corpus).resolve() in (out.resolve(), card_path(out).resolve()):
-        raise InputError(f"{corpus}: the corpus would be replaced; choose another place for the mined pairs")
+        raise InputError(
+            f"{corpus}: the corpus would be replaced; choose another place for the mined pairs"
+        )
     return out
 
 
 def card_path(out: str | os.PathLike) -> Path:
-    "Where the card of mined pairs lies: pairs.jsonl has pairs.jsonl.card.json, and pairs.jsonl.gz one of its own."
+    """Where the card of mined pairs lies: pairs.jsonl has pairs.jsonl.card.json, and pairs.jsonl.gz
+    one of its own.
+    """
     return Path(f"{out}.card.json")
 
 
@@ -413,7 +574,9 @@ def _opened(path: Path, packed: bool):
         yield file
 
 
-def _write_rows(file, digest, store: ExampleStore, rows: np.ndarray, pool: Pool, negatives: np.ndarray) -> None:
+def _write_rows(
+    file, digest, store: ExampleStore, rows: np.ndarray, pool: Pool, negatives: np.ndarray
+) -> None:
     "Write the rows of a dataset with their negatives."
     for start in range(0, len(rows), 256):
         found = negatives[pool.query_of_row[start : start + 256]]
@@ -421,39 +584,76 @@ def _write_rows(file, digest, store: ExampleStore, rows: np.ndarray, pool: Pool,
         for example, ids in zip(store.take(rows[start : start + 256]), found, strict=True):
             example = replace(example, negatives=tuple(next(texts) for _ in ids[ids >= 0]))
             digest.update(fingerprint_line(example))
-            file.write(json.dumps(asdict(example), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            file.write(
+                json.dumps(asdict(example), ensure_ascii=False).encode("utf-8", "surrogatepass")
+                + b"\n"
+            )
 
 # %% ../../nbs/embed/50_mining.ipynb #6799ffb6
 def mine_negatives(
-    source: str | os.PathLike,  # pairs: a file, a folder, or a dataset of the hub, see `data.find_parts`
+    # pairs: a file, a folder, or a dataset of the hub, see `data.find_parts`
+    source: str | os.PathLike,
     out: str | os.PathLike,  # .jsonl or .jsonl.gz
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores" = "bm25",  # see `load_scorer`
     settings: MiningSettings = MiningSettings(),
-    corpus: str | os.PathLike | None = None,  # a file of further documents, see `data.read_texts`; held in memory
+    # a file of further documents, see `data.read_texts`; held in memory
+    corpus: str | os.PathLike | None = None,
     instructions: Instructions | None = None,  # those that training will use
     on_bad_row: str = "error",  # "error" or "skip"
     dtype: str = "auto",  # of the model
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
 ) -> Mined:
-    "Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`; nothing half-written is left."
-    out, extra = _check_out(source, Path(out), corpus), [] if corpus is None else read_texts(corpus)
+    """Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`;
+    nothing half-written is left.
+    """
+    out = _check_out(source, Path(out), corpus)
+    extra = [] if corpus is None else read_texts(corpus)
     if corpus is not None and not any(text.strip() for text in extra):
-        raise InputError(f"{corpus}: there is no text in this file; give further documents, or mine without a corpus")
-    store, instructions = open_examples(source, on_bad_row, progress, say), instructions or Instructions.none()
-    if untold := sorted(name for name in store.rows if instructions.table and not any(instructions.for_example(name, 0))):
-        say(f"note: no instruction for {', '.join(untold)} in instructions = {instructions.source!r}")
+        raise InputError(
+            f"{corpus}: there is no text in this file; give further documents, or "
+            "mine without a corpus"
+        )
+    store = open_examples(source, on_bad_row, progress, say)
+    instructions = instructions or Instructions.none()
+    if untold := sorted(
+        name
+        for name in store.rows
+        if instructions.table and not any(instructions.for_example(name, 0))
+    ):
+        say(
+            f"note: no instruction for {', '.join(untold)} in instructions = "
+            f"{instructions.source!r}"
+        )
     scorer_for, about = load_scorer(model, dtype)
-    card = {"version": __version__, "source": str(source), "source_fingerprint": store.fingerprint} | about
-    card |= {"instructions": instructions.source, "settings": asdict(settings), "corpus": corpus and str(corpus), "corpus_texts": len(extra)}
-    digest, figures = hashlib.sha256(), {}
-    with atomic_file(card_path(out)) as card_aside, atomic_file(out) as aside, _opened(aside, out.name.lower().endswith(".gz")) as file:
+    card = {
+        "version": __version__,
+        "source": str(source),
+        "source_fingerprint": store.fingerprint,
+    } | about
+    card |= {
+        "instructions": instructions.source,
+        "settings": asdict(settings),
+        "corpus": corpus and str(corpus),
+        "corpus_texts": len(extra),
+    }
+    digest = hashlib.sha256()
+    figures = {}
+    with (
+        atomic_file(card_path(out)) as card_aside,
+        atomic_file(out) as aside,
+        _opened(aside, out.name.lower().endswith(".gz")) as file,
+    ):
         for name, rows in store.rows.items():
             pool = read_pool(store, rows, extra)
             total = len(pool.queries[0]) + len(pool.documents[0])
             with progress_bar(total, f"mine {name}", "text", progress=progress) as bar:
-                negatives, figures[name] = _mine_dataset(scorer_for(*instructions.for_example(name, 0)), pool, settings, out.parent, bar)
+                negatives, figures[name] = _mine_dataset(
+                    scorer_for(*instructions.for_example(name, 0)), pool, settings, out.parent, bar
+                )
             _write_rows(file, digest, store, rows, pool, negatives)
         card |= {"rows": len(store), "fingerprint": digest.hexdigest()[:16], "datasets": figures}
-        card_aside.write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        card_aside.write_text(
+            json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return Mined(out, card)

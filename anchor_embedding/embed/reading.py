@@ -31,7 +31,9 @@ from ..objectives.reconstruction import Reconstruction, anchor_gain
 
 # %% ../../nbs/embed/30_reading.ipynb #368a93e2
 def _scores(query, key, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
-    "(n, H, L, T) float32: of the last L of T positions for all of them; minus infinity where they must not look."
+    """(n, H, L, T) float32: of the last L of T positions for all of them; minus infinity where they
+    must not look.
+    """
     scores = (query @ key.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -41,18 +43,31 @@ def _scores(query, key, scale: float, window: int | None, softcap: float | None)
 
 
 def _attend(module, query, key, value, scaling, dropout, window, softcap) -> torch.Tensor:
-    "(n, L, H, D): attention of the last L positions of n sequences of T; keys and values (n, H_kv, T, D)."
+    """(n, L, H, D): attention of the last L positions of n sequences of T; keys and values (n,
+    H_kv, T, D).
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.to(value.dtype).repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = _scores(query.to(value.dtype), key, scaling or query.shape[-1] ** -0.5, window, softcap)
+    scores = _scores(
+        query.to(value.dtype), key, scaling or query.shape[-1] ** -0.5, window, softcap
+    )
     return (scores.softmax(-1).to(value.dtype) @ value).transpose(1, 2)
 
 
 def _next_logits(decoder: CausalDecoder, inputs: torch.Tensor, cache) -> torch.Tensor:
     "(n, V): what follows (n, L, d) inputs, which follow what is in the cache and are put into it."
-    seen, backbone = cache.get_seq_length(), decoder.causal_lm.get_decoder()
-    positions = torch.arange(seen, seen + inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
-    out = backbone(inputs_embeds=inputs, position_ids=positions, past_key_values=cache, attend=_attend, use_cache=True)
+    seen = cache.get_seq_length()
+    backbone = decoder.causal_lm.get_decoder()
+    positions = torch.arange(seen, seen + inputs.shape[1], device=inputs.device).expand(
+        inputs.shape[:2]
+    )
+    out = backbone(
+        inputs_embeds=inputs,
+        position_ids=positions,
+        past_key_values=cache,
+        attend=_attend,
+        use_cache=True,
+    )
     return vocabulary_logits(decoder, out.last_hidden_state[:, -1]).float()
 
 # %% ../../nbs/embed/30_reading.ipynb #d49a60a4
@@ -60,24 +75,37 @@ def _check_anchors(decoder: CausalDecoder, anchors: torch.Tensor) -> None:
     "A head to read with, and finite rows of the model's size."
     check_head(decoder, "reading")
     if anchors.dim() != 2 or anchors.shape[1] != decoder.hidden_size:
-        raise InputError(f"this model's vectors are rows of {decoder.hidden_size} numbers, not of the shape {tuple(anchors.shape)}")
+        raise InputError(
+            f"this model's vectors are rows of {decoder.hidden_size} numbers, not of "
+            f"the shape {tuple(anchors.shape)}"
+        )
     if not torch.isfinite(anchors).all():
         bad = int((~torch.isfinite(anchors).all(1)).nonzero()[0])
         raise InputError(f"vector {bad} holds numbers that are not finite; encode its text again")
 
 
-def _check_request(decoder: CausalDecoder, opening: int, max_new_tokens: int, temperature: float, top_p: float) -> None:
+def _check_request(
+    decoder: CausalDecoder, opening: int, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
     "Raise `InputError` for what cannot be drawn, and for more tokens than the model's context."
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if not (temperature > 0 and 0 < top_p <= 1):
-        raise InputError(f"temperature must be above 0 and top_p above 0 and at most 1, not {temperature} and {top_p}")
+        raise InputError(
+            "temperature must be above 0 and top_p above 0 and at most 1, not "
+            f"{temperature} and {top_p}"
+        )
     context = getattr(decoder.causal_lm.config, "max_position_embeddings", None) or math.inf
     if opening + max_new_tokens > context:
-        raise InputError(f"{max_new_tokens} tokens after an opening of {opening} exceed the model's context of {context}; lower max_new_tokens")
+        raise InputError(
+            f"{max_new_tokens} tokens after an opening of {opening} exceed the "
+            f"model's context of {context}; lower max_new_tokens"
+        )
 
 
-def _chooser(sample: bool, temperature: float, top_p: float, generator: torch.Generator) -> Callable[[torch.Tensor], torch.Tensor]:
+def _chooser(
+    sample: bool, temperature: float, top_p: float, generator: torch.Generator
+) -> Callable[[torch.Tensor], torch.Tensor]:
     "What takes one token (n,) from logits (n, V): the most probable one, or one that is drawn."
     if not sample:
         return lambda logits: logits.argmax(-1)
@@ -93,15 +121,20 @@ def _chooser(sample: bool, temperature: float, top_p: float, generator: torch.Ge
     return draw
 
 # %% ../../nbs/embed/30_reading.ipynb #87e70078
-def _write(decoder: CausalDecoder, anchors, before, max_new_tokens: int, stop, choose) -> torch.Tensor:
+def _write(
+    decoder: CausalDecoder, anchors, before, max_new_tokens: int, stop, choose
+) -> torch.Tensor:
     "(n, t) ids, t at most `max_new_tokens`: until every text has had an id to stop at."
     from transformers import DynamicCache
 
-    embed, device = decoder.causal_lm.get_input_embeddings(), decoder.device
+    embed = decoder.causal_lm.get_input_embeddings()
+    device = decoder.device
     front = embed(torch.tensor([list(before)] * len(anchors), dtype=torch.int64, device=device))
     slots = (anchors.to(device) / decoder.embedding_scale)[:, None]
     inputs = torch.cat([front, slots.to(front.dtype)], dim=1)
-    cache, written, last = DynamicCache(), [], torch.tensor(sorted(stop), dtype=torch.int64, device=device)
+    cache = DynamicCache()
+    written = []
+    last = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     ended = torch.zeros(len(anchors), dtype=torch.bool, device=device)
     while len(written) < max_new_tokens and not ended.all():
         written.append(choose(_next_logits(decoder, inputs, cache)))
@@ -115,7 +148,8 @@ def generate(
     decoder: CausalDecoder,
     anchors: torch.Tensor,  # (n, d) as the encoder made them, not normalised
     max_new_tokens: int,  # in each text
-    stop: Collection[int] = (),  # ids that end a text, and are not part of it; none = `max_new_tokens` always
+    # ids that end a text, and are not part of it; none = `max_new_tokens` always
+    stop: Collection[int] = (),
     before: Sequence[int] = (),  # ids in front of the slot; see `opening_ids`
     sample: bool = False,  # draw every token; else take the most probable one
     temperature: float = 1.0,  # below 1 draws the probable more often
@@ -123,21 +157,31 @@ def generate(
     seed: int = 0,  # of the draws; the global generators are not used
     batch_size: int = 64,  # texts side by side
 ) -> list[list[int]]:  # n lists of token ids
-    "The text that the model decodes from each vector alone; nothing of the model is changed. Raises `InputError`."
+    """The text that the model decodes from each vector alone; nothing of the model is changed.
+    Raises `InputError`.
+    """
     _check_request(decoder, len(before) + 1, max_new_tokens, temperature, top_p)
     _check_anchors(decoder, anchors)
     choose = _chooser(sample, temperature, top_p, torch.Generator(decoder.device).manual_seed(seed))
     parts = anchors.split(batch_size) if len(anchors) else ()
     with evaluating(decoder):
-        rows = [row for part in parts for row in decoder(_write, part, before, max_new_tokens, stop, choose).tolist()]
+        rows = [
+            row
+            for part in parts
+            for row in decoder(_write, part, before, max_new_tokens, stop, choose).tolist()
+        ]
     ends = (next((i for i, token in enumerate(row) if token in stop), len(row)) for row in rows)
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 # %% ../../nbs/embed/30_reading.ipynb #e478c1e7
-def _first_logits(decoder: CausalDecoder, anchors: torch.Tensor, before: Sequence[int]) -> torch.Tensor:
+def _first_logits(
+    decoder: CausalDecoder, anchors: torch.Tensor, before: Sequence[int]
+) -> torch.Tensor:
     "(n, V): what is predicted as the first token of each text."
     batch = pack([[*before, 0]] * len(anchors), decoder.device)
-    states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[batch.last]
+    states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[
+        batch.last
+    ]
     return vocabulary_logits(decoder, states).float()
 
 
@@ -151,7 +195,9 @@ def top_tokens(
     "The most probable first tokens after each vector. Raises `InputError`."
     _check_anchors(decoder, anchors)
     if not 1 <= k <= len(decoder.head.weight):
-        raise InputError(f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}")
+        raise InputError(
+            f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}"
+        )
     with evaluating(decoder):
         found = decoder(_first_logits, anchors, before).softmax(-1).topk(k)
     return found.values.cpu(), found.indices.cpu()
@@ -164,12 +210,17 @@ class Reading:
     text: str  # whose vector it is
     greedy: str  # the most probable next token, again and again
     samples: Sequence[str]  # drawn
-    next_tokens: Sequence[tuple[str, float]]  # the most probable first tokens, with their probabilities
+    # the most probable first tokens, with their probabilities
+    next_tokens: Sequence[tuple[str, float]]
 
     def rows(self, longest: int = 300) -> list[tuple[str, str]]:
-        "What it says, line by line: (name, text). First tokens below half a percent and the rest of a long text are left out."
+        """What it says, line by line: (name, text). First tokens below half a percent and the rest
+        of a long text are left out.
+        """
         text = self.text if len(self.text) <= longest else self.text[:longest].rstrip() + " …"
-        tokens = ", ".join(f"{token!r} {chance:.0%}" for token, chance in self.next_tokens if chance >= 0.005)
+        tokens = ", ".join(
+            f"{token!r} {chance:.0%}" for token, chance in self.next_tokens if chance >= 0.005
+        )
         samples = [(f"sample {n}", sample) for n, sample in enumerate(self.samples, 1)]
         return [("text", text), ("first token", tokens), ("greedy", self.greedy), *samples]
 
@@ -178,26 +229,37 @@ class Readings(list):
     "A list of `Reading`s."
 
     def __str__(self) -> str:
-        rows = (f"{name:<13}" + text.replace("\n", "\n" + " " * 13) for one in self for name, text in one.rows())
+        rows = (
+            f"{name:<13}" + text.replace("\n", "\n" + " " * 13)
+            for one in self
+            for name, text in one.rows()
+        )
         return "\n".join("\n" + row if row.startswith("text ") else row for row in rows).strip()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cells = lambda name, text: f"<th>{html.escape(name)}</th><td style='text-align:left;white-space:pre-wrap'>{html.escape(text)}</td>"
+        def cells(name, text):
+            return f"<th>{html.escape(name)}</th><td style='text-align:left;white-space:pre-wrap'>{html.escape(text)}</td>"
+
         parts = ("".join(f"<tr>{cells(*row)}</tr>" for row in one.rows()) for one in self)
         return "<table>" + "".join(f"<tbody>{part}</tbody>" for part in parts) + "</table>"
 
 # %% ../../nbs/embed/30_reading.ipynb #37423bf0
-def _texts_from(embedder: Embedder, anchors, max_new_tokens, before: Sequence[int], **how) -> list[str]:
+def _texts_from(
+    embedder: Embedder, anchors, max_new_tokens, before: Sequence[int], **how
+) -> list[str]:
     "What is generated from anchors, as text; it ends at the template's or the tokenizer's EOS."
-    template, tokenizer = embedder.tokenizer.template, embedder.tokenizer.tokenizer
+    template = embedder.tokenizer.template
+    tokenizer = embedder.tokenizer.tokenizer
     stop = {template.eos_id, tokenizer.eos_token_id} - {None}
     found = generate(embedder.decoder, anchors, max_new_tokens, stop, before, **how)
     return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in found]
 
 
-def _first_tokens(embedder: Embedder, anchors, k, before: Sequence[int]) -> list[tuple[tuple[str, float], ...]]:
+def _first_tokens(
+    embedder: Embedder, anchors, k, before: Sequence[int]
+) -> list[tuple[tuple[str, float], ...]]:
     "The most probable first tokens after each anchor, as text."
     chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, before))
     named = ([embedder.tokenizer.tokenizer.decode([token]) for token in row] for row in tokens)
@@ -214,17 +276,22 @@ def read_vectors(
     temperature: float = 1.0,  # of the samples
     top_p: float = 0.95,  # of the samples
     seed: int = 0,  # of the samples
-    decode_opening: str | None = None,  # see `opening_ids`; None = the model's own, that of its Stage I
+    # see `opening_ids`; None = the model's own, that of its Stage I
+    decode_opening: str | None = None,
 ) -> Readings:
     "What the model reads out of vectors. Raises `InputError`."
     anchors = torch.as_tensor(np.asarray(vectors, dtype=np.float32))
     if not len(anchors) or samples < 0:
-        raise InputError(f"{len(anchors)} vectors and {samples} samples: give at least one vector, and samples of 0 or more")
+        raise InputError(
+            f"{len(anchors)} vectors and {samples} samples: give at least one vector, "
+            "and samples of 0 or more"
+        )
     names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
     opening = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     first = _first_tokens(embedder, anchors, top, opening)
     greedy = _texts_from(embedder, anchors, max_new_tokens, opening)
-    repeated, draw = anchors.repeat_interleave(samples, dim=0), {"temperature": temperature, "top_p": top_p, "seed": seed}
+    repeated = anchors.repeat_interleave(samples, dim=0)
+    draw = {"temperature": temperature, "top_p": top_p, "seed": seed}
     drawn = _texts_from(embedder, repeated, max_new_tokens, opening, sample=True, **draw)
     groups = [tuple(drawn[n * samples : (n + 1) * samples]) for n in range(len(anchors))]
     return Readings(Reading(*parts) for parts in zip(names, greedy, groups, first, strict=True))
@@ -236,40 +303,57 @@ def read_texts(
     instruction: str | Sequence[str | None] | None = None,  # see `encode_texts`
     **settings,  # of `read_vectors`
 ) -> Readings:
-    "What the model reads out of the vectors of texts. Raises `InputError` for no texts, or an empty one."
+    """What the model reads out of the vectors of texts. Raises `InputError` for no texts, or an
+    empty one.
+    """
     texts = [texts] if isinstance(texts, str) else list(texts)
     if not texts:
         raise InputError("there is nothing to read: give at least one text")
     if blank := [n for n, text in enumerate(texts) if isinstance(text, str) and not text.strip()]:
         raise InputError(f"text {blank[0]} is empty; an empty text has nothing to read")
-    return read_vectors(embedder, encode_texts(embedder, texts, instruction, progress=False), texts, **settings)
+    return read_vectors(
+        embedder, encode_texts(embedder, texts, instruction, progress=False), texts, **settings
+    )
 
 # %% ../../nbs/embed/30_reading.ipynb #cb427dcb
 def reconstruction_losses(
     embedder: Embedder,
     pairs: Sequence[Example],  # at least two, held out from training
     predict_eos: bool = False,  # as in the recipe of the model's Stage I
-    decode_opening: str | None = None,  # see `opening_ids`; None = the model's own, that of its Stage I
+    # see `opening_ids`; None = the model's own, that of its Stage I
+    decode_opening: str | None = None,
     token_budget: int = 8192,  # encode tokens at once; does not change the result
 ) -> dict[str, float]:  # q2d, d2q, anchor_gain_q2d, anchor_gain_d2q (nats per token), mean_cosine
-    "How well each side of a pair is foretold from the other's vector (equations 3 and 4), and what the right vector is worth. Raises `InputError`."
+    """How well each side of a pair is foretold from the other's vector (equations 3 and 4), and
+    what the right vector is worth. Raises `InputError`.
+    """
     if len(pairs) < 2:
-        raise InputError(f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give at least two")
+        raise InputError(
+            f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different "
+            "pairs; give at least two"
+        )
     check_head(embedder.decoder, "reconstruction")
-    batch, decoder = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0), embedder.decoder
+    batch = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0)
+    decoder = embedder.decoder
     before = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     settings = {"pooling": embedder.pooling, "token_budget": token_budget}
     objective = Reconstruction(predict_eos=predict_eos, before=before, **settings)
     with evaluating(decoder):
         losses = objective.loss(decoder, batch)
-        return {name: losses[name] for name in ("q2d", "d2q")} | anchor_gain(objective, decoder, batch)
+        return {name: losses[name] for name in ("q2d", "d2q")} | anchor_gain(
+            objective, decoder, batch
+        )
 
 # %% ../../nbs/embed/30_reading.ipynb #f4e8e4d8
 def _settings_of(embedder: Embedder) -> dict:
     "What else a model's figures rest on."
     weights = embedder.decoder.head.weight
     reading = {"pooling": embedder.pooling, "decode_opening": embedder.decode_opening}
-    return {**embedder.tokenizer.config(), **reading, "dtype": str(embedder.decoder.compute_dtype or weights.dtype)}
+    return {
+        **embedder.tokenizer.config(),
+        **reading,
+        "dtype": str(embedder.decoder.compute_dtype or weights.dtype),
+    }
 
 
 def reading_report(
@@ -283,20 +367,42 @@ def reading_report(
     say=print,
     **settings,  # of `read_vectors`: samples, max_new_tokens, …
 ) -> dict:  # plain values for JSON
-    "Losses and readings of models on the same pairs. Raises `InputError`, for a model that cannot be loaded too."
+    """Losses and readings of models on the same pairs. Raises `InputError`, for a model that cannot
+    be loaded too.
+    """
     if not models or not 1 <= num_examples <= len(pairs):
-        raise InputError(f"{len(models)} models, {num_examples} examples of {len(pairs)} pairs: give a model, and at least as many pairs as examples")
+        raise InputError(
+            f"{len(models)} models, {num_examples} examples of {len(pairs)} pairs: "
+            "give a model, and at least as many pairs as examples"
+        )
     texts = [text for pair in pairs[:num_examples] for text in (pair.query, pair.positive)]
-    found, load = {}, (load or {}) | ({"decode_opening": decode_opening} if decode_opening else {})
+    found = {}
+    load = (load or {}) | ({"decode_opening": decode_opening} if decode_opening else {})
     for name, path in models.items():
         embedder = load_embedder(path, **load)
         losses = reconstruction_losses(embedder, pairs, predict_eos)
         readings = read_texts(embedder, texts, **settings)
-        found[name] = {"settings": _settings_of(embedder), "losses": losses, "readings": [asdict(reading) for reading in readings]}
+        found[name] = {
+            "settings": _settings_of(embedder),
+            "losses": losses,
+            "readings": [asdict(reading) for reading in readings],
+        }
         say(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in losses.items()))
-    versions = {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers")}
-    facts = {"date": time.strftime("%Y-%m-%d"), "device": f"{embedder.decoder.device.type} {platform.machine()}", "versions": versions}
+    versions = {"anchor_embedding": __version__, "python": platform.python_version()} | {
+        p: version(p) for p in ("torch", "transformers")
+    }
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{embedder.decoder.device.type} {platform.machine()}",
+        "versions": versions,
+    }
     data = {"number": len(pairs), "fingerprint": fingerprint(pairs)}
     targets = [text for pair in pairs[:num_examples] for text in (pair.positive, pair.query)]
     settings |= {"predict_eos": predict_eos}
-    return {"about": facts | (about or {}), "pairs": data, "settings": settings, "counterparts": targets, "models": found}
+    return {
+        "about": facts | (about or {}),
+        "pairs": data,
+        "settings": settings,
+        "counterparts": targets,
+        "models": found,
+    }

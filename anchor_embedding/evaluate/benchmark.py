@@ -56,7 +56,9 @@ from ..train.runs import RunFolder, read_log, source_commit
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c8ad6668
 def _open_rows(paths: Sequence[Path], sizes: Sequence[int]) -> tuple[list, int]:
-    "Files of rows of these sizes in bytes, open at their start, and how many rows they all have; what was written of another one is cut off."
+    """Files of rows of these sizes in bytes, open at their start, and how many rows they all have;
+    what was written of another one is cut off.
+    """
     opened = [open(path, "a+b") for path in paths]
     rows = min(file.seek(0, os.SEEK_END) // size for file, size in zip(opened, sizes, strict=True))
     for file, size in zip(opened, sizes, strict=True):
@@ -76,14 +78,18 @@ class VectorStore:
     ):
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.limit = shutil.disk_usage(folder).free // 2 if limit is None else limit
-        self.dimension, self.sizes = dimension, (16, 4 * dimension)
-        self.files, rows = _open_rows([Path(folder) / name for name in ("keys.bin", "vectors.f32")], self.sizes)
+        self.dimension = dimension
+        self.sizes = (16, 4 * dimension)
+        self.files, rows = _open_rows(
+            [Path(folder) / name for name in ("keys.bin", "vectors.f32")], self.sizes
+        )
         self.places = {self.files[0].read(16): row for row in range(rows)}
 
     def add(self, keys: list[bytes], vectors: np.ndarray) -> None:
         "Keep (n, d) vectors under n new keys, as many as there is room for."
         room = max(0, self.limit // sum(self.sizes) - len(self.places))
-        keys, vectors = keys[:room], np.ascontiguousarray(vectors[:room], dtype=np.float32)
+        keys = keys[:room]
+        vectors = np.ascontiguousarray(vectors[:room], dtype=np.float32)
         self.files[1].write(vectors.tobytes())
         self.files[1].flush()
         self.files[0].write(b"".join(keys))
@@ -94,7 +100,9 @@ class VectorStore:
         "(n, d): the vectors of keys that are there."
         if not keys:
             return np.empty((0, self.dimension), np.float32)
-        kept = np.memmap(self.files[1].name, np.float32, "r", shape=(len(self.places), self.dimension))
+        kept = np.memmap(
+            self.files[1].name, np.float32, "r", shape=(len(self.places), self.dimension)
+        )
         return np.asarray(kept[[self.places[key] for key in keys]])
 
     def close(self) -> None:
@@ -108,18 +116,26 @@ def find_devices(embedder: Embedder) -> list[torch.device]:
     own = embedder.decoder.device
     if own.type == "cpu":
         return [own]
-    return [own] + [torch.device(own.type, i) for i in range(torch.accelerator.device_count()) if i != (own.index or 0)]
+    return [own] + [
+        torch.device(own.type, i)
+        for i in range(torch.accelerator.device_count())
+        if i != (own.index or 0)
+    ]
 
 
 def replicate(
     embedder: Embedder,
-    devices: Sequence[torch.device | str] | None = None,  # the first is the model's own; None = `find_devices`
+    # the first is the model's own; None = `find_devices`
+    devices: Sequence[torch.device | str] | None = None,
 ) -> list[Embedder]:  # the model itself, and a copy on every further device
     "A model on several devices."
     others = list(find_devices(embedder) if devices is None else devices)[1:]
     copies = [copy.copy(embedder) for _ in others]
     for other, device in zip(copies, others, strict=True):
-        other.decoder, other.tokenizer = copy.deepcopy(embedder.decoder).to(device), copy.deepcopy(embedder.tokenizer)
+        other.decoder, other.tokenizer = (
+            copy.deepcopy(embedder.decoder).to(device),
+            copy.deepcopy(embedder.tokenizer),
+        )
     return [embedder, *copies]
 
 
@@ -136,9 +152,12 @@ def encode_on(
     vectors = np.empty((len(texts), replicas[0].dimension), np.float32)
 
     def share(number: int) -> None:
-        rows, device = order[number :: len(replicas)], replicas[number].decoder.device
+        rows = order[number :: len(replicas)]
+        device = replicas[number].decoder.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            vectors[rows] = replicas[number].encode([texts[i] for i in rows], instruction, batch_tokens, progress=False)
+            vectors[rows] = replicas[number].encode(
+                [texts[i] for i in rows], instruction, batch_tokens, progress=False
+            )
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         list(pool.map(share, range(len(replicas))))
@@ -146,21 +165,27 @@ def encode_on(
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #d0bc677b
 MAX_LENGTH = 512  # tokens of a text in evaluation, with instruction and EOS
-CHUNK_TEXTS = 8192  # texts between two looks at the progress bar, and between two writes to the store
+# texts between two looks at the progress bar, and between two writes to the store
+CHUNK_TEXTS = 8192
 
 
 def _asking_of(source: str | Embedder, prompts: str | Asking = "auto") -> Asking:
     "How a model, loaded or not, is asked. Raises `InputError`."
     if isinstance(prompts, Asking):
         return prompts
-    trained = source.instructions if isinstance(source, Embedder) else read_settings(source).get("instructions")
+    trained = (
+        source.instructions
+        if isinstance(source, Embedder)
+        else read_settings(source).get("instructions")
+    )
     return find_asking(prompts, trained)
 
 
 def _as_asked(embedder: Embedder, asking: Asking, max_length: int | None) -> Embedder:
     "The same model, its texts in the wording in which it is asked and cut to another length."
     own = embedder.tokenizer
-    wording, length = asking.wording(own.prompt), max_length or own.max_length
+    wording = asking.wording(own.prompt)
+    length = max_length or own.max_length
     if (wording, length) == (own.prompt, own.max_length):
         return embedder
     other = copy.copy(embedder)
@@ -173,7 +198,8 @@ def check_vectors(vectors: np.ndarray, texts: Sequence[str], task: str) -> np.nd
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise InputError(
-            f"{task}: the vector of {texts[bad[0]][:60]!r} is not finite ({len(bad)} of {len(vectors)} texts); "
+            f"{task}: the vector of {texts[bad[0]][:60]!r} is not finite ({len(bad)} of "
+            f"{len(vectors)} texts); "
             "the model has diverged, or needs dtype float32"
         )
     return vectors
@@ -196,9 +222,13 @@ class MtebEncoder:
         self.asking = _asking_of(embedder, prompts)
         self.replicas = replicate(_as_asked(embedder, self.asking, max_length), devices)
         self.mteb_model_meta = meta or model_meta(embedder, prompts=self.asking)
-        self.store, self.batch_tokens, self.seen = store, batch_tokens, seen
+        self.store = store
+        self.batch_tokens = batch_tokens
+        self.seen = seen
 
-    def encode(self, inputs, *, task_metadata, hf_split, hf_subset, prompt_type=None, **_) -> np.ndarray:
+    def encode(
+        self, inputs, *, task_metadata, hf_split, hf_subset, prompt_type=None, **_
+    ) -> np.ndarray:
         "(n, d) float32 of the texts of one side of a task."
         texts = [text for batch in inputs for text in batch["text"]]
         told = self.asking.instruction(task_metadata, getattr(prompt_type, "value", prompt_type))
@@ -226,21 +256,34 @@ def encode_once(encoder: MtebEncoder, texts: list[str], told: str | None, task: 
     for start in range(0, len(different), CHUNK_TEXTS):
         part = different[start : start + CHUNK_TEXTS]
         vectors[start : start + len(part)] = _looked_up(encoder, part, told, task)
-        encoder.seen(sum(len(text) * int(n) for text, n in zip(part, often[start : start + len(part)], strict=True)))
+        encoder.seen(
+            sum(
+                len(text) * int(n)
+                for text, n in zip(part, often[start : start + len(part)], strict=True)
+            )
+        )
     return vectors[[place[text] for text in texts]]
 
 
 def _looked_up(encoder: MtebEncoder, texts: list[str], told: str | None, task: str) -> np.ndarray:
     "(n, d) vectors of different texts, from the store where they are there."
-    store, known = encoder.store, {}
+    store = encoder.store
+    known = {}
     if store is not None:
-        keys = [hashlib.blake2b(json.dumps([encoder.asking.prompts, told, text]).encode(), digest_size=16).digest() for text in texts]
+        keys = [
+            hashlib.blake2b(
+                json.dumps([encoder.asking.prompts, told, text]).encode(), digest_size=16
+            ).digest()
+            for text in texts
+        ]
         known = {row: key for row, key in enumerate(keys) if key in store.places}
     new = [row for row in range(len(texts)) if row not in known]
     vectors = np.empty((len(texts), encoder.replicas[0].dimension), np.float32)
     if new:
         fresh = [texts[row] for row in new]
-        vectors[new] = check_vectors(encode_on(encoder.replicas, fresh, told, encoder.batch_tokens), fresh, task)
+        vectors[new] = check_vectors(
+            encode_on(encoder.replicas, fresh, told, encoder.batch_tokens), fresh, task
+        )
     if store is not None:
         vectors[list(known)] = store.get(list(known.values()))
         store.add([keys[row] for row in new], vectors[new])
@@ -263,17 +306,29 @@ def _cards(model: Path) -> list[dict]:
         return []
     card = json.loads(found.read_text(encoding="utf-8"))
     base = Path(card["recipe"]["base"])
-    return [card, *(_cards(base) if base.exists() and base.resolve() not in (model.resolve(), found.parent.resolve()) else [])]
+    return [
+        card,
+        *(
+            _cards(base)
+            if base.exists() and base.resolve() not in (model.resolve(), found.parent.resolve())
+            else []
+        ),
+    ]
 
 
 def _dataset_names(card: dict) -> list[str] | None:
     "The datasets that a run was trained on; None when nothing tells."
-    data, named = card["recipe"]["data"], card.get("datasets")
+    data = card["recipe"]["data"]
+    named = card.get("datasets")
     if named is not None or data == "docstrings":
         return list(named) if named is not None else [data]
     path = Path(data)
     paths = list(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-    return [found.name.split(".")[0] for found in paths if found.suffix in (".jsonl", ".gz", ".parquet", ".csv")] or None
+    return [
+        found.name.split(".")[0]
+        for found in paths
+        if found.suffix in (".jsonl", ".gz", ".parquet", ".csv")
+    ] or None
 
 
 def trained_on(
@@ -283,11 +338,14 @@ def trained_on(
     names = [_dataset_names(card) for card in _cards(Path(model))]
     if not names or None in names:
         return None
-    return {task for found in names for name in found for task in _training_tasks().get(name, [name])}
+    return {
+        task for found in names for name in found for task in _training_tasks().get(name, [name])
+    }
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #b7b4168e
 _MODEL_FILE = re.compile(
-    r"(?!optimizer|scheduler|training_args|rng)(.*\.(safetensors|bin|gguf|model|jinja)"  # weights, tokenizers
+    # weights, tokenizers
+    r"(?!optimizer|scheduler|training_args|rng)(.*\.(safetensors|bin|gguf|model|jinja)"
     r"|.*(config|token|template|\.index).*\.json|modules\.json|vocab\.(json|txt)|merges\.txt|anchor_embedding\.json)"
 )
 
@@ -299,13 +357,19 @@ def _file_hash(path: Path, changed: int) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    "A hash of what makes a saved model: weights, settings, tokenizer, also of the modules of a sentence-transformers model (`1_Pooling`)."
+    """A hash of what makes a saved model: weights, settings, tokenizer, also of the modules of a
+    sentence-transformers model (`1_Pooling`).
+    """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*"), *folder.glob("[0-9]_*/*")]):
         if _MODEL_FILE.fullmatch(path.name) and path.is_file():
-            digest.update(f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode())
+            digest.update(
+                f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode()
+            )
     if (folder / "adapter_config.json").exists():
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))[
+            "base_model_name_or_path"
+        ]
         digest.update(model_revision(base).encode())
     return digest.hexdigest()[:16]
 
@@ -314,8 +378,11 @@ def _tensor_revision(embedder: Embedder) -> str:
     "A hash of a model in memory and of how it reads texts."
     more = [repr(embedder.soft_tokens)] if embedder.soft_tokens else []
     more += [embedder.decoder.attention] if embedder.decoder.attention != "causal" else []
-    more += [embedder.instructions] if isinstance(embedder.instructions, dict) else []  # which it is asked with
-    digest = hashlib.blake2b(json.dumps([embedder.tokenizer.config(), embedder.pooling, *more]).encode(), digest_size=8)
+    # which it is asked with
+    more += [embedder.instructions] if isinstance(embedder.instructions, dict) else []
+    digest = hashlib.blake2b(
+        json.dumps([embedder.tokenizer.config(), embedder.pooling, *more]).encode(), digest_size=8
+    )
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -335,7 +402,10 @@ def model_revision(
     try:
         found = cached_file(str(model), "config.json")
     except OSError as error:
-        raise InputError(f"there is no model {str(model)!r}, neither a folder nor on the hub: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            f"there is no model {str(model)!r}, neither a folder nor on the hub: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     return re.search(r"snapshots/([^/]+)", str(found))[1]
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #40306dd6
@@ -348,7 +418,9 @@ def model_meta(
     prompts: str | Asking = "auto",  # see `tasks.PROMPTS`
     max_length: int | None = None,  # tokens of a text; None = the model's own
 ):  # → mteb's ModelMeta
-    "What mteb keeps of a model; its results lie under the name `anchor_embedding/NAME` and the revision."
+    """What mteb keeps of a model; its results lie under the name `anchor_embedding/NAME` and the
+    revision.
+    """
     from mteb.models import ModelMeta
 
     asking = _asking_of(embedder, prompts)
@@ -372,14 +444,23 @@ def is_sentence_transformer(name: str) -> bool:
         return (Path(name) / "modules.json").exists() and not (Path(name) / SETTINGS_FILE).exists()
     from transformers.utils import cached_file
 
-    look = lambda file: cached_file(name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    def look(file):
+        return cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+
     return bool(look("modules.json")) and not look(SETTINGS_FILE)
 
 
 def model_name(
     model: str | os.PathLike | Embedder,
 ) -> str:
-    "A short name for results: the run, the run and its step, the last part of a folder or hub name."
+    """A short name for results: the run, the run and its step, the last part of a folder or hub
+    name.
+    """
     if isinstance(model, Embedder):
         return "model"
     path = Path(model).resolve() if Path(model).exists() else Path(model)
@@ -402,9 +483,13 @@ def load_model(
     from mteb.models import SentenceTransformerEncoderWrapper
 
     try:
-        loaded = SentenceTransformerEncoderWrapper(path, device=None if device is None else str(device))
+        loaded = SentenceTransformerEncoderWrapper(
+            path, device=None if device is None else str(device)
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"cannot load the sentence-transformers model {path}: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"cannot load the sentence-transformers model {path}: {str(error).splitlines()[0]}"
+        ) from error
     return loaded
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #6e9cb90c
@@ -412,11 +497,14 @@ class _Track:
     "Moves a bar by the characters that were encoded; each task has its share, used up or not."
 
     def __init__(self, bar):
-        self.bar, self.left, self.rest = bar, 0, 0
+        self.bar = bar
+        self.left = 0
+        self.rest = 0
 
     def begin(self, name: str, share: int) -> None:
         self.bar.set_postfix_str(name)
-        self.left, self.rest = share, 0
+        self.left = share
+        self.rest = 0
 
     def seen(self, characters: int) -> None:
         steps, self.rest = divmod(self.rest + characters, 1000)
@@ -431,11 +519,15 @@ class _Track:
 # %% ../../nbs/evaluate/40_benchmark.ipynb #e8ece807
 @contextmanager
 def _own_ways() -> Iterator[None]:
-    "mteb without its notices and bars; the random generators, which its tasks set, as they were before."
+    """mteb without its notices and bars; the random generators, which its tasks set, as they were
+    before.
+    """
     import datasets
 
-    logger, bars = logging.getLogger("mteb"), datasets.are_progress_bars_disabled()
-    level, states = logger.level, (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    logger = logging.getLogger("mteb")
+    bars = datasets.are_progress_bars_disabled()
+    level = logger.level
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
@@ -453,21 +545,40 @@ def _own_ways() -> Iterator[None]:
 # %% ../../nbs/evaluate/40_benchmark.ipynb #de7edc83
 def _plain(scores: dict) -> dict:
     "The numbers of a result, without its lists and descriptions."
-    kept = {key: value for key, value in scores.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    return {key: round(float(value), 6) for key, value in kept.items() if math.isfinite(value) and key != "main_score"}
+    kept = {
+        key: value
+        for key, value in scores.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {
+        key: round(float(value), 6)
+        for key, value in kept.items()
+        if math.isfinite(value) and key != "main_score"
+    }
 
 
 @contextmanager
 def _each_query(task) -> Iterator[dict[str, float]]:
-    "Collects the main score of every query of a retrieval or reranking task while mteb evaluates it; other tasks have none."
-    found, metric = {}, re.sub(r"^(ndcg|map)_at_", r"\1_cut_", task.metadata.main_score).replace("recall_at_", "recall_")
+    """Collects the main score of every query of a retrieval or reranking task while mteb evaluates
+    it; other tasks have none.
+    """
+    found = {}
+    metric = re.sub(r"^(ndcg|map)_at_", r"\1_cut_", task.metadata.main_score).replace(
+        "recall_at_", "recall_"
+    )
     if not hasattr(task, "task_specific_scores"):
         yield found
         return
     own = task.task_specific_scores
 
     def kept(scores, *args, hf_split, hf_subset, **more):
-        found.update({f"{hf_split}/{hf_subset}/{query}": float(of[metric]) for query, of in scores.items() if metric in of})
+        found.update(
+            {
+                f"{hf_split}/{hf_subset}/{query}": float(of[metric])
+                for query, of in scores.items()
+                if metric in of
+            }
+        )
         return own(scores, *args, hf_split=hf_split, hf_subset=hf_subset, **more)
 
     task.task_specific_scores = kept
@@ -482,18 +593,35 @@ def run_task(
     task,  # mteb's task object
     results: str | os.PathLike | None = None,  # folder of mteb's ResultCache
 ) -> dict:  # an entry of scores.json, and under `queries` the main score of each query of a search
-    "Let mteb evaluate one task. Raises `InputError` when the score is not a number, and whatever mteb raises."
+    """Let mteb evaluate one task. Raises `InputError` when the score is not a number, and whatever
+    mteb raises.
+    """
     import mteb
 
-    began, local = time.perf_counter(), hasattr(task, "folder")
-    options = {"encode_kwargs": {"batch_size": 512, "show_progress_bar": False}, "show_progress_bar": False, "co2_tracker": False}
-    kept = None if results is None else mteb.ResultCache(results)  # which looks neither at the data nor at how texts are cut
+    began = time.perf_counter()
+    local = hasattr(task, "folder")
+    options = {
+        "encode_kwargs": {"batch_size": 512, "show_progress_bar": False},
+        "show_progress_bar": False,
+        "co2_tracker": False,
+    }
+    # which looks neither at the data nor at how texts are cut
+    kept = None if results is None else mteb.ResultCache(results)
     with _own_ways(), _each_query(task) as queries:
-        result = mteb.evaluate(encoder, task, cache=kept, overwrite_strategy="always", **options).task_results[0]
+        result = mteb.evaluate(
+            encoder, task, cache=kept, overwrite_strategy="always", **options
+        ).task_results[0]
         main = float(result.get_score())
     if not math.isfinite(main):
-        raise InputError(f"{task.metadata.name}: the score is {main}; are all vectors or all gold values the same?")
-    parts = {f"{split}/{part['hf_subset']}": _plain(part) for split, found in result.scores.items() for part in found}
+        raise InputError(
+            f"{task.metadata.name}: the score is {main}; are all vectors or all gold "
+            "values the same?"
+        )
+    parts = {
+        f"{split}/{part['hf_subset']}": _plain(part)
+        for split, found in result.scores.items()
+        for part in found
+    }
     scores = next(iter(parts.values())) if len(parts) == 1 else parts
     return {
         "main_score": round(main, 6), "metric": task.metadata.main_score, "split": ",".join(result.scores), "type": task.metadata.type,
@@ -511,7 +639,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _told(task, asking: Asking | None) -> dict[str, str | None]:  # side → instruction; empty for a model with ways of its own
+def _told(
+    task, asking: Asking | None
+) -> dict[str, str | None]:  # side → instruction; empty for a model with ways of its own
     "What the sides of a task are told."
     if asking is None:
         return {}
@@ -546,7 +676,8 @@ def read_scores(
 
 def read_queries(
     folder: str | os.PathLike,  # with a scores.json in it
-) -> dict[str, dict]:  # task → key (of its entry in scores.json), metric, scores: "split/subset/query" → its score
+    # task → key (of its entry in scores.json), metric, scores: "split/subset/query" → its score
+) -> dict[str, dict]:
     "The scores of single queries; empty where there are none."
     path = Path(folder) / QUERIES
     try:
@@ -559,7 +690,9 @@ def read_queries(
 
 
 def _queries_or_none(folder: Path, say) -> dict[str, dict]:
-    "The same, and none where the file is broken: it stands beside scores that shall not be lost for it."
+    """The same, and none where the file is broken: it stands beside scores that shall not be lost
+    for it.
+    """
     try:
         return read_queries(folder)
     except InputError as error:
@@ -567,7 +700,8 @@ def _queries_or_none(folder: Path, say) -> dict[str, dict]:
         return {}
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #263a3c9d
-_IDENTITY = ("revision", "prompts", "dtype", "max_length")  # of `about`: other values of these, other scores
+# of `about`: other values of these, other scores
+_IDENTITY = ("revision", "prompts", "dtype", "max_length")
 
 
 def _same(scores: dict, about: dict) -> bool:
@@ -577,33 +711,54 @@ def _same(scores: dict, about: dict) -> bool:
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #11ace7e1
 class ScoresFile:
-    "`scores.json` of one model, up to date after every task; the file is new, or of the same weights and settings (`_own_folder`)."
+    """`scores.json` of one model, up to date after every task; the file is new, or of the same
+    weights and settings (`_own_folder`).
+    """
 
     def __init__(self, path: Path, model: str, about: dict, say: Callable[[str], None] = print):
-        self.path, self.scores = path, {"model": model, "about": about, "tasks": {}, "errors": {}}
+        self.path = path
+        self.scores = {"model": model, "about": about, "tasks": {}, "errors": {}}
         self.failed: dict[str, str] = {}  # in this call, also of tasks that have a score
         self.queries = _queries_or_none(path.parent, say)
         if path.exists():
             before = read_scores(path)
-            self.scores |= {"about": before["about"], "tasks": before["tasks"], "errors": before.get("errors", {})}
+            self.scores |= {
+                "about": before["about"],
+                "tasks": before["tasks"],
+                "errors": before.get("errors", {}),
+            }
 
     def has(self, name: str, key: str) -> bool:
         "Whether a task is done."
         return self.scores["tasks"].get(name, {}).get("key") == key
 
     def keep(self, name: str, entry: dict) -> None:
-        "Write down a task's entry, in place of its error; the figures of single queries go into `queries.json`."
-        entry, queries = dict(entry), self.queries
-        figures = {"key": entry.get("key"), "metric": entry.get("metric"), "scores": entry.pop("queries", {})}
+        """Write down a task's entry, in place of its error; the figures of single queries go into
+        `queries.json`.
+        """
+        entry = dict(entry)
+        queries = self.queries
+        figures = {
+            "key": entry.get("key"),
+            "metric": entry.get("metric"),
+            "scores": entry.pop("queries", {}),
+        }
         if queries.pop(name, None) or figures["scores"]:
             queries.update({name: figures} if figures["scores"] else {})
-            write_text(self.path.with_name(QUERIES), "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in queries.items()) + "\n}\n")
+            write_text(
+                self.path.with_name(QUERIES),
+                "{\n"
+                + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in queries.items())
+                + "\n}\n",
+            )
         self.scores["errors"].pop(name, None)
         self.scores["tasks"][name] = entry
         self._write()
 
     def fail(self, name: str, reason: str) -> None:
-        "Write down a task's error; where there is a score, it stays, and only this call's result has the error."
+        """Write down a task's error; where there is a score, it stays, and only this call's result
+        has the error.
+        """
         self.failed[name] = reason
         if name not in self.scores["tasks"]:
             self.scores["errors"][name] = reason
@@ -614,13 +769,22 @@ class ScoresFile:
 
     def of(self, names: Sequence[str]) -> dict:
         "The scores of these tasks, in their order, and what failed in this call."
-        done = {name: self.scores["tasks"][name] for name in names if name in self.scores["tasks"] and name not in self.failed}
-        return self.scores | {"tasks": done, "errors": {name: self.failed[name] for name in names if name in self.failed}}
+        done = {
+            name: self.scores["tasks"][name]
+            for name in names
+            if name in self.scores["tasks"] and name not in self.failed
+        }
+        return self.scores | {
+            "tasks": done,
+            "errors": {name: self.failed[name] for name in names if name in self.failed},
+        }
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #908c8e6d
 def _without_folders(recipe: dict) -> dict:
     "A recipe for others to read: what lies in a folder of this machine goes by its name."
-    return recipe | {key: Path(recipe[key]).name for key in ("base", "data") if Path(recipe[key]).is_absolute()}
+    return recipe | {
+        key: Path(recipe[key]).name for key in ("base", "data") if Path(recipe[key]).is_absolute()
+    }
 
 
 def _describe(loaded, source: str | Embedder, name: str, about: dict, asking: Asking | None):
@@ -630,18 +794,31 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict, asking: As
     if isinstance(loaded, Embedder):
         base = cards[-1]["recipe"]["base"] if cards else None
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
-        meta = model_meta(loaded, name, about["revision"], training, base, asking, about["max_length"])
+        meta = model_meta(
+            loaded, name, about["revision"], training, base, asking, about["max_length"]
+        )
         soft = {"soft_tokens": repr(loaded.soft_tokens)} if loaded.soft_tokens else {}
         told = _as_asked(loaded, asking, about["max_length"]).tokenizer.config()
-        device, more = loaded.decoder.device, {"template": told, "pooling": loaded.pooling, **soft}
+        device = loaded.decoder.device
+        more = {"template": told, "pooling": loaded.pooling, **soft}
         more |= {"trained_with": asking.trained_with, "as_trained": asking.as_trained}
     else:
-        meta = loaded.mteb_model_meta.model_copy(update={"name": f"sentence-transformers/{name}", "revision": about["revision"]})
-        device, more = loaded.model.device, {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
+        meta = loaded.mteb_model_meta.model_copy(
+            update={"name": f"sentence-transformers/{name}", "revision": about["revision"]}
+        )
+        device = loaded.model.device
+        more = {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
         loaded.mteb_model_meta = meta
-    device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    device = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}"
+    )
     recipe = {"recipe": _without_folders(cards[0]["recipe"])} if cards else {}
-    return meta, more | recipe | {"device": device, "trained_on": None if training is None else sorted(training)}
+    return meta, more | recipe | {
+        "device": device,
+        "trained_on": None if training is None else sorted(training),
+    }
 
 
 def _reason(error: Exception, task) -> str:
@@ -652,7 +829,11 @@ def _reason(error: Exception, task) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{line}; lower batch_tokens"
     hub = not hasattr(task, "folder") and not task.data_loaded
-    return f"{line}; the data come from the hub: is it reachable? (data_dir takes them from a folder)" if hub else line
+    return (
+        f"{line}; the data come from the hub: is it reachable? (data_dir takes them from a folder)"
+        if hub
+        else line
+    )
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #ee40e4b1
 def _vectors_folder(folder: Path, about: dict) -> Path:
@@ -662,7 +843,9 @@ def _vectors_folder(folder: Path, about: dict) -> Path:
 
 
 def _remove_leftovers(folder: Path, about: dict) -> None:
-    "Remove vectors that a killed evaluation of other weights or settings left; the caller holds the lock."
+    """Remove vectors that a killed evaluation of other weights or settings left; the caller holds
+    the lock.
+    """
     for path in folder.glob("vectors-*"):
         if path != _vectors_folder(folder, about):
             shutil.rmtree(path)
@@ -671,31 +854,56 @@ def _remove_leftovers(folder: Path, about: dict) -> None:
 def _check_length(source: str | Embedder, asking: Asking | None, max_length: int | None) -> None:
     "Raises `InputError` for a length that leaves no room for a text of this model."
     if max_length is not None and max_length < 1:
-        raise InputError(f"max_length is {max_length}; give the tokens of a text, at least 1, or 0 for the model's own length")
+        raise InputError(
+            f"max_length is {max_length}; give the tokens of a text, at least 1, or 0 "
+            "for the model's own length"
+        )
     if isinstance(source, Embedder):
         _as_asked(source, asking, max_length)
     elif max_length not in (None, MAX_LENGTH) and asking:
         own = read_settings(source)
-        TextTokenizer(read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token"))
+        TextTokenizer(
+            read_tokenizer(source), own.get("template", "auto"), max_length, own.get("eos_token")
+        )
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #8721d5fc
-def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, asking, options: dict, progress, say) -> None:
+def _run_waiting(
+    loaded, meta, waiting: dict, file: ScoresFile, about: dict, asking, options: dict, progress, say
+) -> None:
     "Run the tasks that are not done, one after the other, whatever becomes of each."
     shares = {name: task_size(task) // 1000 for name, task in waiting.items()}
     aside = _vectors_folder(file.path.parent, about)
-    with progress_bar(sum(shares.values()), file.scores["model"], "k characters", progress=progress) as bar:
-        track, encoder, store = _Track(bar), loaded, None
+    with progress_bar(
+        sum(shares.values()), file.scores["model"], "k characters", progress=progress
+    ) as bar:
+        track = _Track(bar)
+        encoder = loaded
+        store = None
         if isinstance(loaded, Embedder):
             store = VectorStore(aside, loaded.dimension)
-            encoder = MtebEncoder(loaded, meta, asking, store, max_length=about["max_length"], seen=track.seen, **options)
+            encoder = MtebEncoder(
+                loaded,
+                meta,
+                asking,
+                store,
+                max_length=about["max_length"],
+                seen=track.seen,
+                **options,
+            )
         for name, task in waiting.items():
             track.begin(name, shares[name])
             try:
-                entry = run_task(encoder, task, file.path.parent.parent) | {"key": _done_key(task, about, asking)}
+                entry = run_task(encoder, task, file.path.parent.parent) | {
+                    "key": _done_key(task, about, asking)
+                }
                 entry |= {"told": told} if (told := _told(task, asking)) else {}
                 file.keep(name, entry)
-                say(f"{name}: {entry['metric']} {entry['main_score']:.4f} ({entry['seconds']:.0f} s)")
-            except Exception as error:  # mteb and its data can raise anything, and the other tasks shall go on
+                say(
+                    f"{name}: {entry['metric']} {entry['main_score']:.4f} ({entry['seconds']:.0f} "
+                    "s)"
+                )
+            # mteb and its data can raise anything, and the other tasks shall go on
+            except Exception as error:
                 file.fail(name, _reason(error, task))
                 say(f"{name}: {file.failed[name]}")
             track.end()
@@ -704,8 +912,12 @@ def _run_waiting(loaded, meta, waiting: dict, file: ScoresFile, about: dict, ask
         shutil.rmtree(aside)
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #55037ea5
-def _identity(source: str | Embedder, asking: Asking | None, max_length: int | None, dtype: str, device) -> dict:
-    "What scores depend on, as far as it is applied to this model: a foreign sentence-transformers model has its own ways."
+def _identity(
+    source: str | Embedder, asking: Asking | None, max_length: int | None, dtype: str, device
+) -> dict:
+    """What scores depend on, as far as it is applied to this model: a foreign sentence-transformers
+    model has its own ways.
+    """
     compute = choose_dtype(dtype, choose_device() if device is None else device)[0]
     about = {"revision": model_revision(source)}
     if asking is None:
@@ -717,35 +929,52 @@ def _identity(source: str | Embedder, asking: Asking | None, max_length: int | N
 
 
 def _folder_name(name: str, about: dict, usual: bool, dtype: str) -> str:
-    "A model's name, and after it prompts, length and dtype where they are not the usual ones; `usual` is said of the prompts."
+    """A model's name, and after it prompts, length and dtype where they are not the usual ones;
+    `usual` is said of the prompts.
+    """
     if "prompts" not in about:
         return name
     length = "own-length" if about["max_length"] is None else str(about["max_length"])
-    parts = [(about["prompts"], about["prompts"] if usual else ""), (length, str(MAX_LENGTH)), (dtype, "auto")]
+    parts = [
+        (about["prompts"], about["prompts"] if usual else ""),
+        (length, str(MAX_LENGTH)),
+        (dtype, "auto"),
+    ]
     return "-".join([name, *(part for part, usual in parts if part != usual)])
 
 
 def _own_folder(folder: Path, about: dict, say) -> Path:
-    "The folder itself, or beside it one with the revision in its name where it holds scores of other weights: these stay."
-    hashed = hashlib.sha256(json.dumps([about.get(key) for key in _IDENTITY]).encode()).hexdigest()[:8]
+    """The folder itself, or beside it one with the revision in its name where it holds scores of
+    other weights: these stay.
+    """
+    hashed = hashlib.sha256(json.dumps([about.get(key) for key in _IDENTITY]).encode()).hexdigest()[
+        :8
+    ]
     for add in ("", f"-{about['revision']}", f"-{about['revision']}-{hashed}"):
         own = folder.with_name(folder.name + add)
         if not (own / "scores.json").exists() or _same(read_scores(own), about):
             break
     if own != folder:
-        say(f"{folder} holds scores of other weights or of another dtype, which stay; these go to {own}")
+        say(
+            f"{folder} holds scores of other weights or of another dtype, which stay; these go to "
+            f"{own}"
+        )
     return own
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c30d6d4a
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    "Keep other processes out of a model's scores. Raises `InputError` when another one is at work there."
+    """Keep other processes out of a model's scores. Raises `InputError` when another one is at work
+    there.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise InputError(f"another process writes to {folder}; wait for it or choose another --out") from None
+        raise InputError(
+            f"another process writes to {folder}; wait for it or choose another --out"
+        ) from None
     try:
         yield
     finally:
@@ -765,7 +994,9 @@ def _not_done(opened: dict, file: ScoresFile, about: dict, asking: Asking | None
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #83c409a6
 def _asking_or_none(source: str | Embedder, prompts: str) -> Asking | None:
-    "How a model is asked; None for a sentence-transformers model that was not made here. Raises `InputError`."
+    """How a model is asked; None for a sentence-transformers model that was not made here. Raises
+    `InputError`.
+    """
     check_prompts(prompts)
     foreign = not isinstance(source, Embedder) and is_sentence_transformer(source)
     return None if foreign else _asking_of(source, prompts)
@@ -780,19 +1011,25 @@ def _say_asking(asking: Asking | None, heading: str | None, say) -> None:
 def evaluate(
     model: str | os.PathLike | Embedder,  # see `load_model`
     tasks: str | Sequence[str] | None = "subset15",  # see `tasks.open_tasks`
-    out: str | os.PathLike = "evaluations",  # `NAME/scores.json`, and `results/` as mteb submits them
+    # `NAME/scores.json`, and `results/` as mteb submits them
+    out: str | os.PathLike = "evaluations",
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub
     prompts: str = "auto",  # see `tasks.PROMPTS`; of our models
     name: str | None = None,  # None = `model_name`
-    max_length: int | None = MAX_LENGTH,  # tokens of a text; None or 0 = the model's own; of our models
+    # tokens of a text; None or 0 = the model's own; of our models
+    max_length: int | None = MAX_LENGTH,
     dtype: str = "auto",
     device: str | torch.device | None = None,
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
-    heading: str | None = "",  # of a line that says how the model is asked; "" = said only where it is unlike its training, None = never
+    # of a line that says how the model is asked; "" = said only where it is unlike its training,
+    # None = never
+    heading: str | None = "",
     **options,  # of `MtebEncoder`: devices, batch_tokens
 ) -> dict:  # scores.json, of these tasks
-    "Scores of a model on tasks of MTEB. Raises `InputError` for a model or a task that nobody knows; a failed task is under `errors`."
+    """Scores of a model on tasks of MTEB. Raises `InputError` for a model or a task that nobody
+    knows; a failed task is under `errors`.
+    """
     with _own_ways():
         opened = open_tasks(tasks, data_dir)
     source = model if isinstance(model, Embedder) else resolve_base(str(model)).path
@@ -802,18 +1039,28 @@ def evaluate(
     about = _identity(source, asking, max_length, dtype, device)
     _check_length(source, asking, max_length)
     usual = asking is None or asking == _asking_of(source)
-    folder = Path(out) / _folder_name(name or model_name(model), about, usual, "auto" if isinstance(source, Embedder) else dtype)
+    folder = Path(out) / _folder_name(
+        name or model_name(model), about, usual, "auto" if isinstance(source, Embedder) else dtype
+    )
     with _claimed(folder):
         folder = _own_folder(folder, about, say)
-        file, name = ScoresFile(folder / "scores.json", folder.name, about, say), folder.name
+        file = ScoresFile(folder / "scores.json", folder.name, about, say)
+        name = folder.name
         _remove_leftovers(folder, about)
         waiting = _not_done(opened, file, about, asking, say)
         if waiting:
             loaded = load_model(source, dtype, device)
             if "prompts" not in about:
-                say(f"{name}: prompts, length and dtype are the model's own (a sentence-transformers model that was not made here)")
+                say(
+                    f"{name}: prompts, length and dtype are the model's own (a "
+                    "sentence-transformers model that was not made here)"
+                )
             meta, more = _describe(loaded, source, name, about, asking)
-            more |= {"zero_shot_percent": meta.zero_shot_percentage(list(opened)), "commit": source_commit(), "versions": _versions()}
+            more |= {
+                "zero_shot_percent": meta.zero_shot_percentage(list(opened)),
+                "commit": source_commit(),
+                "versions": _versions(),
+            }
             file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
             _run_waiting(loaded, meta, waiting, file, about, asking, options, progress, say)
         return file.of(list(opened))
@@ -822,8 +1069,14 @@ def evaluate(
 def _model_names(models: Sequence) -> list[str]:
     "A name for each; where two are the same, with the folder around them or a number."
     plain = [model_name(model) for model in models]
-    around = ["" if isinstance(model, Embedder) else model_name(Path(model).resolve().parent) for model in models]
-    full = [f"{before or i}-{name}" if plain.count(name) > 1 else name for i, (before, name) in enumerate(zip(around, plain, strict=True))]
+    around = [
+        "" if isinstance(model, Embedder) else model_name(Path(model).resolve().parent)
+        for model in models
+    ]
+    full = [
+        f"{before or i}-{name}" if plain.count(name) > 1 else name
+        for i, (before, name) in enumerate(zip(around, plain, strict=True))
+    ]
     return [name if full.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(full)]
 
 
@@ -833,11 +1086,15 @@ def evaluate_models(
     say: Callable[[str], None] = print,
     **options,  # all as for `evaluate`
 ) -> list[dict]:  # a scores.json each
-    "Scores of several models. Raises `InputError` for a task that nobody knows; what cannot be loaded is under `errors`, as \"model\"."
+    """Scores of several models. Raises `InputError` for a task that nobody knows; what cannot be
+    loaded is under `errors`, as "model".
+    """
     found = []
     for model, name in zip(models, _model_names(models), strict=True):
         try:
-            found.append(evaluate(model, *args, name=name, say=say, heading=f"== {name}: ", **options))
+            found.append(
+                evaluate(model, *args, name=name, say=say, heading=f"== {name}: ", **options)
+            )
         except InputError as error:
             say(f"{name}: {error}")
             found.append({"model": name, "about": {}, "tasks": {}, "errors": {"model": str(error)}})
@@ -850,12 +1107,22 @@ def scores_table(
     scores: Sequence[dict],  # of `evaluate`
 ) -> pd.DataFrame:  # tasks × models, main scores in 0 … 1; the first column is the type
     "Main scores side by side; a task that a model lacks stays empty, and no mean counts it."
-    named = list(dict.fromkeys(task for found in scores for part in ("tasks", "errors") for task in found[part] if task != "model"))
+    named = list(
+        dict.fromkeys(
+            task
+            for found in scores
+            for part in ("tasks", "errors")
+            for task in found[part]
+            if task != "model"
+        )
+    )
     types = {task: entry["type"] for found in scores for task, entry in found["tasks"].items()}
     table = pd.DataFrame(index=pd.Index(named, name="task"))
     table["type"] = [types.get(task, "") for task in named]
     for found in scores:
-        table[found["model"]] = [found["tasks"].get(task, {}).get("main_score", math.nan) for task in named]
+        table[found["model"]] = [
+            found["tasks"].get(task, {}).get("main_score", math.nan) for task in named
+        ]
     shared = table.iloc[:, 1:].dropna()
     if len(shared):
         table.loc[f"mean of {counted(len(shared), 'task')}"] = ["", *shared.mean()]
@@ -866,34 +1133,69 @@ def table_markdown(
     table: pd.DataFrame,  # of `scores_table`
 ) -> str:
     "The table in Markdown, with four digits and a dash where there is no score."
-    cell = lambda value: value if isinstance(value, str) else "–" if math.isnan(value) else f"{value:.4f}"
+
+    def cell(value):
+        return value if isinstance(value, str) else "–" if math.isnan(value) else f"{value:.4f}"
+
     rows = [[table.index.name or "task", *table.columns], ["---"] * (1 + len(table.columns))]
-    rows += [[name, *map(cell, values)] for name, values in zip(table.index, table.to_numpy(), strict=True)]
+    rows += [
+        [name, *map(cell, values)]
+        for name, values in zip(table.index, table.to_numpy(), strict=True)
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #2160f490
 def _checkpoints(run: Path, every: int) -> dict[int, Path]:
-    "Step → folder of the checkpoints at multiples of `every`. Raises `InputError` when there is none."
-    found = {int(path.name.removeprefix("step-")): path for path in sorted(run.glob("step-*")) if path.is_dir()}
+    """Step → folder of the checkpoints at multiples of `every`. Raises `InputError` when there is
+    none.
+    """
+    found = {
+        int(path.name.removeprefix("step-")): path
+        for path in sorted(run.glob("step-*"))
+        if path.is_dir()
+    }
     if every < 0:
-        raise InputError(f"every is {every}; give the steps between checkpoints, or 0 for all there are")
+        raise InputError(
+            f"every is {every}; give the steps between checkpoints, or 0 for all there are"
+        )
     wanted = {step: path for step, path in found.items() if not every or step % every == 0}
     if not wanted:
-        there = f"its checkpoints are at steps {', '.join(map(str, found))}" if found else "it has no checkpoints"
-        raise InputError(f"{run} has no checkpoint{f' at a multiple of {every}' if every else ' to score'}: {there}")
+        there = (
+            f"its checkpoints are at steps {', '.join(map(str, found))}"
+            if found
+            else "it has no checkpoints"
+        )
+        raise InputError(
+            f"{run} has no checkpoint{f' at a multiple of {every}' if every else ' to score'}: "
+            f"{there}"
+        )
     return wanted
 
 
-_USUAL = {"prompts": "auto", "max_length": MAX_LENGTH, "dtype": "auto"}  # what a line of evals.jsonl need not say
+# what a line of evals.jsonl need not say
+_USUAL = {"prompts": "auto", "max_length": MAX_LENGTH, "dtype": "auto"}
 
 
 def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
-    "Add to evals.jsonl what is not there yet, with the settings that are not the usual ones; only a line of the same settings counts."
-    settings = lambda line: {key: line[key] for key in _USUAL if line.get(key) is not None}
-    last = {(line.get("step"), line.get("task"), str(settings(line))): line.get("score") for line in read_log(run / "evals.jsonl")}
+    """Add to evals.jsonl what is not there yet, with the settings that are not the usual ones; only
+    a line of the same settings counts.
+    """
+
+    def settings(line):
+        return {key: line[key] for key in _USUAL if line.get(key) is not None}
+
+    last = {
+        (line.get("step"), line.get("task"), str(settings(line))): line.get("score")
+        for line in read_log(run / "evals.jsonl")
+    }
     for name, entry in tasks.items():
         if last.get((step, name, str(settings(unusual)))) != entry["main_score"]:
-            line = {"step": step, "task": name, "metric": entry["metric"], "score": entry["main_score"]}
+            line = {
+                "step": step,
+                "task": name,
+                "metric": entry["metric"],
+                "score": entry["main_score"],
+            }
             RunFolder(run).append("evals.jsonl", **line, **settings(unusual))
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #af49c22d
@@ -907,15 +1209,20 @@ def sweep(
     **options,  # as for `evaluate`
 ) -> list[dict]:  # a scores.json for each checkpoint
     "Scores along a run. Raises `InputError`."
-    run, found = Path(run), []
+    run = Path(run)
+    found = []
     asked = {key: options.get(key, usual) for key, usual in _USUAL.items()}
     for step, folder in _checkpoints(run, every).items():
         asking, usual = (_asking_of(str(folder), prompts) for prompts in (asked["prompts"], "auto"))
         say(f"== step {step}" + (f": {asking_line(asking)}" if asking.as_trained is False else ""))
         quiet = {"name": folder.name, "say": say, "heading": None}
-        found.append(evaluate(folder, tasks, out or run / "evaluations", data_dir, **quiet, **options))
+        found.append(
+            evaluate(folder, tasks, out or run / "evaluations", data_dir, **quiet, **options)
+        )
         usually = _USUAL | ({"prompts": asked["prompts"]} if asking == usual else {})
-        unusual = {key: asked[key] or "own" for key, usual in usually.items() if asked[key] != usual}
+        unusual = {
+            key: asked[key] or "own" for key, usual in usually.items() if asked[key] != usual
+        }
         _add_lines(run, step, found[-1]["tasks"], unusual)
     return found
 
@@ -939,13 +1246,22 @@ class TaskEvaluator:
             opened = open_tasks(tasks, data_dir)
         if broken := [task for task in opened.values() if isinstance(task, InputError)]:
             raise broken[0]
-        self.tasks, self.prompts, self.options = opened, check_prompts(prompts), {"batch_tokens": batch_tokens, "max_length": max_length}
+        self.tasks, self.prompts, self.options = (
+            opened,
+            check_prompts(prompts),
+            {"batch_tokens": batch_tokens, "max_length": max_length},
+        )
 
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         asking = _asking_of(embedder, self.prompts)
         unusual = {} if asking == _asking_of(embedder) else {"prompts": asking.prompts}
         meta = model_meta(embedder, revision="in training", prompts=asking)
-        encoder = MtebEncoder(embedder, meta, asking, devices=[embedder.decoder.device], **self.options)
+        encoder = MtebEncoder(
+            embedder, meta, asking, devices=[embedder.decoder.device], **self.options
+        )
         entries = {name: run_task(encoder, task) for name, task in self.tasks.items()}
-        return [{"task": name, "metric": entry["metric"], "score": entry["main_score"], **unusual} for name, entry in entries.items()]
+        return [
+            {"task": name, "metric": entry["metric"], "score": entry["main_score"], **unusual}
+            for name, entry in entries.items()
+        ]

@@ -30,11 +30,22 @@ from matplotlib.figure import Figure
 from ..common.errors import InputError
 from ..common.files import write_text
 from .significance import Difference, compare_with
-from ..study.report import COLOURS, CSS, INK, MARKERS, colour, end_labels, new_figure, style, whole_steps
+from anchor_embedding.study.report import (
+    COLOURS,
+    CSS,
+    INK,
+    MARKERS,
+    colour,
+    end_labels,
+    new_figure,
+    style,
+    whole_steps,
+)
 
 # %% ../../nbs/evaluate/50_paper.ipynb #11b30546
 TABLES = {
-    1: "MTEB(eng, v1), 56 tasks, by category: Stage II alone (baseline) and both stages (anchor) of five base models",
+    1: "MTEB(eng, v1), 56 tasks, by category: Stage II alone (baseline) and both stages (anchor) "
+    "of five base models",
     2: "MTEB(eng, v1), 56 tasks, by category: other embedders trained on public data",
     3: "Objectives of Stage I, Llama-3.2-1B-Instruct, 56 tasks, by category",
     4: "alpha, Llama-3.2-1B-Instruct, average of the 15 tasks",
@@ -50,26 +61,45 @@ TABLES = {
 
 def _resource(name) -> pd.DataFrame:
     "A CSV of the package."
-    return pd.read_csv(io.StringIO((files("anchor_embedding") / "resources" / "paper" / name).read_text(encoding="utf-8")))
+    return pd.read_csv(
+        io.StringIO(
+            (files("anchor_embedding") / "resources" / "paper" / name).read_text(encoding="utf-8")
+        )
+    )
 
 
 def paper_table(
     number: int,  # a key of `TABLES`
 ) -> pd.DataFrame:  # `attrs["title"]` says what it is
-    "A table of the paper as it is printed (Tables 1–5, 7, 9–11, 14, 15; scores in points, 0 to 100); InputError for another."
+    """A table of the paper as it is printed (Tables 1–5, 7, 9–11, 14, 15; scores in points, 0 to
+    100); InputError for another.
+    """
     if number not in TABLES:
-        raise InputError(f"Table {number} is not kept; there are Tables {', '.join(map(str, TABLES))}")
+        raise InputError(
+            f"Table {number} is not kept; there are Tables {', '.join(map(str, TABLES))}"
+        )
     table = _resource(f"table{number}.csv")
     table.attrs["title"] = TABLES[number]
     return table
 
 # %% ../../nbs/evaluate/50_paper.ipynb #ce3238aa
-CATEGORIES = {"retrieval": "Retrieval", "reranking": "Reranking", "clustering": "Clustering", "pair_classification": "Pair classification",
-              "classification": "Classification", "sts": "STS", "summarization": "Summarization"}
+CATEGORIES = {
+    "retrieval": "Retrieval",
+    "reranking": "Reranking",
+    "clustering": "Clustering",
+    "pair_classification": "Pair classification",
+    "classification": "Classification",
+    "sts": "STS",
+    "summarization": "Summarization",
+}
 
 
-def paper_tasks() -> pd.DataFrame:  # index: task; columns: category (a key of CATEGORIES), subset15 (bool)
-    "The 56 tasks of MTEB(eng, v1) by category, and whether Table 8 counts them among the 15 of the ablations."
+def paper_tasks() -> (
+    pd.DataFrame
+):  # index: task; columns: category (a key of CATEGORIES), subset15 (bool)
+    """The 56 tasks of MTEB(eng, v1) by category, and whether Table 8 counts them among the 15 of
+    the ablations.
+    """
     table = _resource("tasks.csv").set_index("task")
     return table.assign(subset15=table["subset15"] == "yes")
 
@@ -80,33 +110,55 @@ def paper_scores(
     "Tables 14 and 15: a base model's score on every task; InputError for a model that has none."
     table = pd.concat([paper_table(14), paper_table(15)])
     if model not in set(table["model"]):
-        only = " (of Mistral-7B it has category averages only, Table 1)" if "mistral" in model.lower() else ""
-        raise InputError(f"the paper has no scores by task for {model!r}{only}; it has {', '.join(table['model'].unique())}")
+        only = (
+            " (of Mistral-7B it has category averages only, Table 1)"
+            if "mistral" in model.lower()
+            else ""
+        )
+        raise InputError(
+            f"the paper has no scores by task for {model!r}{only}; it has "
+            f"{', '.join(table['model'].unique())}"
+        )
     wide = table[table["model"] == model].pivot(index="task", columns="system", values="score")
     return wide.loc[paper_tasks().index, ["baseline", "anchor"]].rename_axis(columns=None)
 
 # %% ../../nbs/evaluate/50_paper.ipynb #d8d0abea
-def paper_averages() -> pd.DataFrame:  # index: model, system; columns: the categories, average (56 tasks), average15
+def paper_averages() -> (
+    pd.DataFrame
+):  # index: model, system; columns: the categories, average (56 tasks), average15
     "Averages of Tables 14 and 15, recomputed; points."
     table = pd.concat([paper_table(14), paper_table(15)]).join(paper_tasks(), on="task")
     by = ["model", "system"]
-    averages = table.pivot_table(index=by, columns="category", values="score")[list(CATEGORIES)].rename_axis(columns=None)
+    averages = table.pivot_table(index=by, columns="category", values="score")[
+        list(CATEGORIES)
+    ].rename_axis(columns=None)
     averages["average"] = table.groupby(by)["score"].mean()
     averages["average15"] = table[table["subset15"]].groupby(by)["score"].mean()
     return averages
 
 # %% ../../nbs/evaluate/50_paper.ipynb #bdbd11ec
 def _score_files(path) -> list[Path]:
-    "The scores.json of a file or folder; several where it holds several models, of checkpoints the last of each setting."
+    """The scores.json of a file or folder; several where it holds several models, of checkpoints
+    the last of each setting.
+    """
     path = Path(path)
     if path.is_file():
         return [path]
-    found = [path / "scores.json"] if (path / "scores.json").is_file() else sorted(path.glob("**/scores.json"))
+    found = (
+        [path / "scores.json"]
+        if (path / "scores.json").is_file()
+        else sorted(path.glob("**/scores.json"))
+    )
     if not found:
-        raise InputError(f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), or name the file")
-    last, checkpoints = {}, {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in found}
+        raise InputError(
+            f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), "
+            "or name the file"
+        )
+    last = {}
+    checkpoints = {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in found}
     for file, step in checkpoints.items():
-        place = (file.parent.parent, step[2] if step else file.parent.name)  # a sweep with other settings has other ends of names
+        # a sweep with other settings has other ends of names
+        place = (file.parent.parent, step[2] if step else file.parent.name)
         if not step or place not in last or int(step[1]) > int(checkpoints[last[place]][1]):
             last[place] = file
     return sorted(last.values())
@@ -119,39 +171,76 @@ def _json(path: Path):
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e:
-        remedy = "remove the file (the scores are compared without it)" if path.name == "queries.json" else "evaluate the model again"
+        remedy = (
+            "remove the file (the scores are compared without it)"
+            if path.name == "queries.json"
+            else "evaluate the model again"
+        )
         raise InputError(f"{path}: not JSON ({e}); {remedy}") from None
 
 
 def _read_scores(
     path,  # a scores.json
 ) -> dict:  # model, about, tasks, and queries where a queries.json lies beside it
-    "The scores of one model; InputError when the file is not such scores, or a score is not between 0 and 1."
-    scores, beside = _checked_scores(_json(Path(path)), path), Path(path).with_name("queries.json")
-    return scores | ({"queries": _checked_queries(_json(beside), beside)} if beside.is_file() else {})
+    """The scores of one model; InputError when the file is not such scores, or a score is not
+    between 0 and 1.
+    """
+    scores = _checked_scores(_json(Path(path)), path)
+    beside = Path(path).with_name("queries.json")
+    return scores | (
+        {"queries": _checked_queries(_json(beside), beside)} if beside.is_file() else {}
+    )
 
 
 def _checked_queries(queries, where) -> dict:
     "The same figures of queries, if they are well formed."
-    fits = lambda task: isinstance(task, dict) and "key" in task and isinstance(task.get("scores"), dict) and all(
-        isinstance(score, int | float) for score in task["scores"].values())
-    wrong = "it" if not isinstance(queries, dict) else next((name for name, task in queries.items() if not fits(task)), None)
+
+    def fits(task):
+        return (
+            isinstance(task, dict)
+            and "key" in task
+            and isinstance(task.get("scores"), dict)
+            and all(isinstance(score, int | float) for score in task["scores"].values())
+        )
+
+    wrong = (
+        "it"
+        if not isinstance(queries, dict)
+        else next((name for name, task in queries.items() if not fits(task)), None)
+    )
     if wrong is not None:
-        raise InputError(f"{where}: {wrong} has no figures of queries; remove the file (the scores are compared without it)")
+        raise InputError(
+            f"{where}: {wrong} has no figures of queries; remove the file (the scores "
+            "are compared without it)"
+        )
     return queries
 
 # %% ../../nbs/evaluate/50_paper.ipynb #df4bfd0d
 def _checked_scores(scores, where) -> dict:
     "The same scores, if they are well formed."
-    failed = isinstance(scores, dict) and bool(scores.get("errors"))  # a model whose tasks all failed is left out later
-    if not isinstance(scores, dict) or not isinstance(scores.get("tasks"), dict) or not (scores["tasks"] or failed):
-        raise InputError(f"{where}: not scores: `tasks` with at least one task is missing; evaluate the model (`anchor eval`)")
+    # a model whose tasks all failed is left out later
+    failed = isinstance(scores, dict) and bool(scores.get("errors"))
+    if (
+        not isinstance(scores, dict)
+        or not isinstance(scores.get("tasks"), dict)
+        or not (scores["tasks"] or failed)
+    ):
+        raise InputError(
+            f"{where}: not scores: `tasks` with at least one task is missing; "
+            "evaluate the model (`anchor eval`)"
+        )
     if not all(isinstance(scores.get(key, {}), dict) for key in ("about", "errors")):
-        raise InputError(f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again")
+        raise InputError(
+            f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again"
+        )
     for task, entry in scores["tasks"].items():
         value = entry.get("main_score") if isinstance(entry, dict) else None
-        if not isinstance(value, int | float) or not -1 <= value <= 1:  # a correlation may be negative; NaN fails too
-            raise InputError(f"{where}: {task}: main_score must be a number up to 1 (not percent), got {value!r}; evaluate the task again")
+        # a correlation may be negative; NaN fails too
+        if not isinstance(value, int | float) or not -1 <= value <= 1:
+            raise InputError(
+                f"{where}: {task}: main_score must be a number up to 1 (not percent), "
+                f"got {value!r}; evaluate the task again"
+            )
     return scores
 
 # %% ../../nbs/evaluate/50_paper.ipynb #821b129c
@@ -160,7 +249,10 @@ def _read_recipe(path) -> dict:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise InputError(f"{path}: cannot be read as a recipe ({e}); restore it, or compare the scores.json without it") from None
+        raise InputError(
+            f"{path}: cannot be read as a recipe ({e}); restore it, or compare the "
+            "scores.json without it"
+        ) from None
 
 
 def _recipe(scores, path) -> dict | None:
@@ -173,8 +265,12 @@ def _recipe(scores, path) -> dict | None:
 
 
 def _identity(recipe: dict) -> dict:
-    "What makes two runs the same but for the seed: all settings but name, description and seed, also of the run it starts from."
-    kept = {key: value for key, value in recipe.items() if key not in ("name", "description", "seed")}
+    """What makes two runs the same but for the seed: all settings but name, description and seed,
+    also of the run it starts from.
+    """
+    kept = {
+        key: value for key, value in recipe.items() if key not in ("name", "description", "seed")
+    }
     earlier = Path(str(kept.get("base", ""))).parent / "recipe.toml"
     if earlier.is_file():
         kept["base"] = _identity(_read_recipe(earlier))
@@ -183,9 +279,22 @@ def _identity(recipe: dict) -> dict:
 
 def _label(scores, path=None) -> str:
     "A short name of what was scored; a checkpoint has its run's name before its own."
-    parts = [part for part in str(scores.get("model", "ours")).split("/") if part not in ("", ".", "final")]
+    parts = [
+        part
+        for part in str(scores.get("model", "ours")).split("/")
+        if part not in ("", ".", "final")
+    ]
     if parts and parts[-1].startswith("step-") and path is not None:
-        parts[-1] = " ".join([*(folder.name for folder in Path(path).parents[1:3] if (folder / "recipe.toml").is_file()), parts[-1]])
+        parts[-1] = " ".join(
+            [
+                *(
+                    folder.name
+                    for folder in Path(path).parents[1:3]
+                    if (folder / "recipe.toml").is_file()
+                ),
+                parts[-1],
+            ]
+        )
     return parts[-1] if parts else "ours"
 
 # %% ../../nbs/evaluate/50_paper.ipynb #64436396
@@ -196,23 +305,43 @@ def _setting(scores: dict) -> dict:
 
 def _other_data(one: dict, other: dict) -> list[str]:
     "The tasks of two runs whose data are not the same."
-    revision = lambda run, task: run["tasks"][task].get("data_revision")
-    return sorted(task for task in one["tasks"].keys() & other["tasks"].keys() if revision(one, task) != revision(other, task))
+
+    def revision(run, task):
+        return run["tasks"][task].get("data_revision")
+
+    return sorted(
+        task
+        for task in one["tasks"].keys() & other["tasks"].keys()
+        if revision(one, task) != revision(other, task)
+    )
 
 
 def _group(named) -> dict[str, list[dict]]:
-    "label → scores of its runs, from (scores, path) pairs; runs of one recipe with different seeds, scored alike, share a label."
-    groups, members = {}, {}  # members: label → identity, seeds
+    """label → scores of its runs, from (scores, path) pairs; runs of one recipe with different
+    seeds, scored alike, share a label.
+    """
+    groups = {}
+    members = {}  # members: label → identity, seeds
     for scores, path in named:
-        recipe, label = _recipe(scores, path) or {}, _label(scores, path)
+        recipe = _recipe(scores, path) or {}
+        label = _label(scores, path)
         step = label.split()[-1] if "step-" in label else ""
-        key, seed = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True), recipe.get("seed", scores.get("seed"))
-        fits = lambda one, key=key, seed=seed, scores=scores: members[one][0] == key and seed not in members[one][1] and not any(
-            _other_data(scores, run) for run in groups[one])
+        key = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True)
+        seed = recipe.get("seed", scores.get("seed"))
+
+        def fits(one, key=key, seed=seed, scores=scores):
+            return (
+                members[one][0] == key
+                and seed not in members[one][1]
+                and not any(_other_data(scores, run) for run in groups[one])
+            )
+
         shared = next((one for one in groups if recipe and fits(one)), None)
-        number, first = 2, label
+        number = 2
+        first = label
         while not shared and label in groups:
-            label, number = f"{first} ({number})", number + 1
+            label = f"{first} ({number})"
+            number = number + 1
         label = shared or label
         members.setdefault(label, (key, set()))[1].add(seed)
         groups.setdefault(label, []).append(scores | {"seed": seed})
@@ -220,49 +349,75 @@ def _group(named) -> dict[str, list[dict]]:
 
 # %% ../../nbs/evaluate/50_paper.ipynb #d4668fc8
 def gather_scores(
-    scores,  # a scores.json, a folder, a dict of its content, several of them in a list, or {label: one or several}
+    # a scores.json, a folder, a dict of its content, several of them in a list, or {label: one or
+    # several}
+    scores,
 ) -> dict[str, list[dict]]:  # label → the scores of its runs
-    "Read scores and put runs together that differ only in the seed; InputError for what cannot be read."
+    """Read scores and put runs together that differ only in the seed; InputError for what cannot be
+    read.
+    """
     if isinstance(scores, Mapping) and "tasks" not in scores:
         parts = {label: list(gather_scores(entry).values()) for label, entry in scores.items()}
-        return {str(label): [run for group in groups for run in group] for label, groups in parts.items()}
+        return {
+            str(label): [run for group in groups for run in group]
+            for label, groups in parts.items()
+        }
     several = scores if isinstance(scores, list | tuple) else [scores]
     if not several:
         raise InputError("nothing to compare: name at least one run or scores.json")
     named = []
     for one in several:
-        named += [(_checked_scores(one, "scores"), None)] if isinstance(one, Mapping) else [(_read_scores(p), p) for p in _score_files(one)]
+        named += (
+            [(_checked_scores(one, "scores"), None)]
+            if isinstance(one, Mapping)
+            else [(_read_scores(p), p) for p in _score_files(one)]
+        )
     return _group(named)
 
 # %% ../../nbs/evaluate/50_paper.ipynb #1ea02ef7
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    "Our scores beside the paper's; printed as text, shown as a table in notebooks, written by `render` and `save`."
+    """Our scores beside the paper's; printed as text, shown as a table in notebooks, written by
+    `render` and `save`.
+    """
 
     ours: dict[str, pd.DataFrame]  # label → points, tasks × runs; NaN where a run lacks a task
-    paper: pd.DataFrame            # points, 56 tasks × systems
-    model: str                     # the paper's base model
+    paper: pd.DataFrame  # points, 56 tasks × systems
+    model: str  # the paper's base model
     remarks: tuple[str, ...] = ()  # what our scores say about their tasks
-    mark: float = 1.0              # points; larger differences to the paper are marked
+    mark: float = 1.0  # points; larger differences to the paper are marked
 
     def against(self, label: str) -> str | None:
-        "The paper's system that one of ours is held against: the one in its name; the last where none of ours names one."
-        named = {one: next((system for system in self.paper if system in one.lower()), None) for one in self.ours}
+        """The paper's system that one of ours is held against: the one in its name; the last where
+        none of ours names one.
+        """
+        named = {
+            one: next((system for system in self.paper if system in one.lower()), None)
+            for one in self.ours
+        }
         return named[label] if any(named.values()) else self.paper.columns[-1]
 
     @property
     def tasks(self) -> list[str]:
         "Tasks that the paper and all runs of ours have: averages are taken over these."
-        return [t for t in self.paper.index if all(t in runs.index and runs.loc[t].notna().all() for runs in self.ours.values())]
+        return [
+            t
+            for t in self.paper.index
+            if all(t in runs.index and runs.loc[t].notna().all() for runs in self.ours.values())
+        ]
 
     @property
     def seen(self) -> list[str]:
         "Every task that any of ours has, those of the paper first."
         any_of_ours = {task: None for runs in self.ours.values() for task in runs.index}
-        return [t for t in self.paper.index if t in any_of_ours] + sorted(set(any_of_ours) - set(self.paper.index))
+        return [t for t in self.paper.index if t in any_of_ours] + sorted(
+            set(any_of_ours) - set(self.paper.index)
+        )
 
     def render(self, form: str = "txt") -> str:
-        "The comparison as text, Markdown, a page of HTML, a LaTeX table or CSV: txt, md, html, tex, csv; InputError for another."
+        """The comparison as text, Markdown, a page of HTML, a LaTeX table or CSV: txt, md, html,
+        tex, csv; InputError for another.
+        """
         return _writer(form)(self)
 
     def save(self, path) -> None:
@@ -277,44 +432,76 @@ class Comparison:
 
 # %% ../../nbs/evaluate/50_paper.ipynb #bcbc5356
 def _figures(comparison: Comparison, tasks: list[str]) -> dict[str, float]:
-    "Means over tasks: ours, their standard deviation over runs, the difference to the paper, and the paper's."
-    row, paper = {}, comparison.paper.reindex(tasks).mean(skipna=False)
+    """Means over tasks: ours, their standard deviation over runs, the difference to the paper, and
+    the paper's.
+    """
+    row = {}
+    paper = comparison.paper.reindex(tasks).mean(skipna=False)
     for label, runs in comparison.ours.items():
         means = runs.reindex(tasks).mean(skipna=False)
         row |= {label: means.mean(skipna=False), f"{label} sd": means.std(skipna=False)}
-    row |= {f"{label} − paper": row[label] - paper.get(comparison.against(label), math.nan) for label in comparison.ours}
+    row |= {
+        f"{label} − paper": row[label] - paper.get(comparison.against(label), math.nan)
+        for label in comparison.ours
+    }
     return row | {f"paper {system}": paper[system] for system in comparison.paper}
 
 # %% ../../nbs/evaluate/50_paper.ipynb #55932ff7
 def comparison_rows(
     comparison: Comparison,
-) -> pd.DataFrame:  # category, row, kind (task, mean or extra); for each of ours, its sd and − paper; paper
+    # category, row, kind (task, mean or extra); for each of ours, its sd and − paper; paper
+) -> pd.DataFrame:
     "The comparison row by row, the figures in points and unrounded."
-    known, common, seen = paper_tasks(), comparison.tasks, comparison.seen
+    known = paper_tasks()
+    common = comparison.tasks
+    seen = comparison.seen
     rows = []
     for category, name in CATEGORIES.items():
         inside = known.index[known["category"] == category]
         rows += [(name, task, "task", [task]) for task in seen if task in inside]
         shared = [task for task in common if task in inside]
-        rows += [(name, f"mean over {len(shared)} of {len(inside)} tasks", "mean", shared)] if shared else []
-    rows += [("not in the paper", task, "extra", [task]) for task in seen if task not in known.index]
+        rows += (
+            [(name, f"mean over {len(shared)} of {len(inside)} tasks", "mean", shared)]
+            if shared
+            else []
+        )
+    rows += [
+        ("not in the paper", task, "extra", [task]) for task in seen if task not in known.index
+    ]
     fifteen = [task for task in common if known.loc[task, "subset15"]]
     for shared, of, name in ((common, 56, "56"), (fifteen, 15, "the 15")):
-        title = f"{of}-task average" if len(shared) == of else f"mean over {len(shared)} of {name} tasks"
+        title = (
+            f"{of}-task average"
+            if len(shared) == of
+            else f"mean over {len(shared)} of {name} tasks"
+        )
         rows += [("all", title, "mean", shared)] if shared else []
-    return pd.DataFrame([{"category": c, "row": row, "kind": kind} | _figures(comparison, tasks) for c, row, kind, tasks in rows])
+    return pd.DataFrame(
+        [
+            {"category": c, "row": row, "kind": kind} | _figures(comparison, tasks)
+            for c, row, kind, tasks in rows
+        ]
+    )
 
 # %% ../../nbs/evaluate/50_paper.ipynb #9c93d542
 def _points(runs: list[dict]) -> pd.DataFrame:
     "Main scores of several runs in points: tasks × runs."
-    return pd.DataFrame({i: {t: 100 * e["main_score"] for t, e in run["tasks"].items()} for i, run in enumerate(runs)}, dtype=float)
+    return pd.DataFrame(
+        {
+            i: {t: 100 * e["main_score"] for t, e in run["tasks"].items()}
+            for i, run in enumerate(runs)
+        },
+        dtype=float,
+    )
 
 
 def _asked_unlike_training(run: dict) -> str | None:
     "A sentence on scores of a model that was asked otherwise than it was trained; None for others."
     about = run.get("about", {})
     recipe = (about.get("recipe") or {}).get("instructions")
-    trained = about.get("trained_with") or (recipe if recipe in ("none", "paper", "as_released") else None)
+    trained = about.get("trained_with") or (
+        recipe if recipe in ("none", "paper", "as_released") else None
+    )
     if not trained or about.get("prompts") in (None, trained):
         return None
     asked = f"Asked with prompts {about['prompts']} though trained with instructions {trained}"
@@ -322,30 +509,60 @@ def _asked_unlike_training(run: dict) -> str | None:
 
 
 def _remarks(groups) -> tuple[str, ...]:
-    "What the scores say about themselves: tasks that failed, tasks that were read from files, instructions the model did not know."
+    """What the scores say about themselves: tasks that failed, tasks that were read from files,
+    instructions the model did not know.
+    """
     runs = [run for runs in groups.values() for run in runs]
-    local = sorted({task for run in runs for task, entry in run["tasks"].items() if entry.get("data") == "local"})
-    failed = {f"Failed here, {task}: {reason}": None for run in runs for task, reason in run.get("errors", {}).items()}
+    local = sorted(
+        {
+            task
+            for run in runs
+            for task, entry in run["tasks"].items()
+            if entry.get("data") == "local"
+        }
+    )
+    failed = {
+        f"Failed here, {task}: {reason}": None
+        for run in runs
+        for task, reason in run.get("errors", {}).items()
+    }
     unlike = {remark: None for run in runs if (remark := _asked_unlike_training(run))}
-    return (*failed, *unlike, *([f"Read from local files, which need not equal MTEB's: {', '.join(local)}"] if local else []))
+    return (
+        *failed,
+        *unlike,
+        *(
+            [f"Read from local files, which need not equal MTEB's: {', '.join(local)}"]
+            if local
+            else []
+        ),
+    )
 
 # %% ../../nbs/evaluate/50_paper.ipynb #25dae86d
 def _queries_of_both(one: dict, other: dict) -> list[str]:
     "The tasks of whose queries two runs have figures that are no older than their scores."
     tasks = one.get("queries", {}).keys() & other.get("queries", {}).keys()
-    current = lambda run, task: task in run["tasks"] and run["queries"][task]["key"] == run["tasks"][task].get("key")
+
+    def current(run, task):
+        return task in run["tasks"] and run["queries"][task]["key"] == run["tasks"][task].get("key")
+
     return sorted(task for task in tasks if current(one, task) and current(other, task))
 
 
 def _unlike(one: dict, other: dict) -> str:
-    "Why no query of two runs can be compared: they were scored with other settings; empty where they were not."
-    a, b = _setting(one), _setting(other)
+    """Why no query of two runs can be compared: they were scored with other settings; empty where
+    they were not.
+    """
+    a = _setting(one)
+    b = _setting(other)
     return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
 
 
 def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
-    "Task → the figures of the queries that two runs have in common, in points, where both were scored alike on the same queries."
-    found, other_data = {}, _other_data(one, other)
+    """Task → the figures of the queries that two runs have in common, in points, where both were
+    scored alike on the same queries.
+    """
+    found = {}
+    other_data = _other_data(one, other)
     for task in [] if _unlike(one, other) else _queries_of_both(one, other):
         sides = [run["queries"][task]["scores"] for run in (one, other)]
         if task not in other_data and sides[0].keys() == sides[1].keys() and len(sides[0]) > 1:
@@ -362,26 +579,44 @@ def _pairs_of_runs(others: list[dict], runs: list[dict]) -> list[tuple[dict, dic
 
 
 def _tables(pairs: list[tuple[dict, dict]]) -> dict[str, tuple[list, list]]:
-    "Task → (seeds, queries) points of both sides, of tasks whose queries are the same in all pairs of runs."
+    """Task → (seeds, queries) points of both sides, of tasks whose queries are the same in all
+    pairs of runs.
+    """
     found = [_of_both(*pair) for pair in pairs]
-    asked = lambda task: {frozenset(run["queries"][task]["scores"]) for pair in pairs for run in pair}
-    tasks = [task for task in (found[0] if found else {}) if all(task in one for one in found) and len(asked(task)) == 1]
+
+    def asked(task):
+        return {frozenset(run["queries"][task]["scores"]) for pair in pairs for run in pair}
+
+    tasks = [
+        task
+        for task in (found[0] if found else {})
+        if all(task in one for one in found) and len(asked(task)) == 1
+    ]
     return {task: tuple([one[task][side] for one in found] for side in (0, 1)) for task in tasks}
 
 
 def compared_models(
     scores,  # see `gather_scores`
 ) -> list[tuple[str, str, str, Difference]]:  # model, what it is held against, task, in points
-    "Every two models on every task whose queries both have; p of all that are held against one on a task is Holm's."
-    groups, found = gather_scores(scores), []
+    """Every two models on every task whose queries both have; p of all that are held against one on
+    a task is Holm's.
+    """
+    groups = gather_scores(scores)
+    found = []
     for than, others in groups.items():
         later = list(groups)[list(groups).index(than) + 1 :]
         tables = {model: _tables(_pairs_of_runs(others, groups[model])) for model in later}
         for task in dict.fromkeys(task for table in tables.values() for task in table):
             arms = {model: table[task] for model, table in tables.items() if task in table}
-            differences = {model: np.asarray(mine) - np.asarray(theirs) for model, (theirs, mine) in arms.items()}
+            differences = {
+                model: np.asarray(mine) - np.asarray(theirs)
+                for model, (theirs, mine) in arms.items()
+            }
             nothing = np.zeros(next(iter(differences.values())).shape[1:])
-            found += [(model, than, task, one) for model, one in compare_with(differences, nothing).items()]
+            found += [
+                (model, than, task, one)
+                for model, one in compare_with(differences, nothing).items()
+            ]
     return found
 
 # %% ../../nbs/evaluate/50_paper.ipynb #096303dd
@@ -390,13 +625,19 @@ def query_differences(
 ) -> pd.DataFrame:  # model, than, task, points, low, high, p, queries, seeds, detectable, verdict
     "`compared_models` as a table; `verdict` is open where there is one run of each."
     keys = ("difference", "low", "high", "p", "queries", "seeds", "detectable", "verdict")
-    rows = [[model, than, task, *(getattr(one, key) for key in keys)] for model, than, task, one in compared_models(scores)]
+    rows = [
+        [model, than, task, *(getattr(one, key) for key in keys)]
+        for model, than, task, one in compared_models(scores)
+    ]
     return pd.DataFrame(rows, columns=["model", "than", "task", "points", *keys[1:]])
 
 
 def _told(model: str, task: str, found: Difference) -> str:
     "One task of a sentence on two models."
-    number = lambda value: f"{value:+.2f}".replace("-", "−")
+
+    def number(value):
+        return f"{value:+.2f}".replace("-", "−")
+
     interval = f"{task} {number(found.difference)} [{number(found.low)}, {number(found.high)}], {found.queries:,} queries"
     return f"{interval}: {found.words(model)} ({found.sure(2)})"
 
@@ -405,17 +646,24 @@ def _sure(scores) -> tuple[str, ...]:
     "The differences between ours, a sentence for every two models."
     lines = {}
     for model, than, task, found in compared_models(scores):
-        level = "paired bootstrap over queries" if found.seeds == 1 else "bootstrap over seeds and queries"
+        level = (
+            "paired bootstrap over queries"
+            if found.seeds == 1
+            else "bootstrap over seeds and queries"
+        )
         lines.setdefault(f"{model} − {than}, 95 % by {level}", []).append(_told(model, task, found))
     return tuple(f"{start}: {'; '.join(parts)}" for start, parts in lines.items())
 
 
 def _unsure(groups) -> tuple[str, ...]:
-    "Why two of ours are not compared query by query, though both have figures of the same tasks' queries."
+    """Why two of ours are not compared query by query, though both have figures of the same tasks'
+    queries.
+    """
     lines = []
     for (than, others), (model, runs) in combinations(groups.items(), 2):
         other, one = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
-        tasks, pair = _queries_of_both(one, other), f"{model} and {than} are not compared query by query"
+        tasks = _queries_of_both(one, other)
+        pair = f"{model} and {than} are not compared query by query"
         if tasks and (why := _unlike(other, one)):
             lines.append(f"{pair}: they were scored with {why}")
         elif changed := sorted(set(tasks) & set(_other_data(one, other))):
@@ -426,110 +674,206 @@ def _unsure(groups) -> tuple[str, ...]:
 
 # %% ../../nbs/evaluate/50_paper.ipynb #cf45c02f
 def compare(
-    scores,                                   # see `gather_scores`: files, folders, run folders, or {label: …}
-    paper: str = "Llama-3.2-1B-Instruct",     # the paper's base model
-    system: tuple = ("baseline", "anchor"),   # the paper's systems to show
-    mark: float = 1.0,                        # points; larger differences are marked
+    # see `gather_scores`: files, folders, run folders, or {label: …}
+    scores,
+    paper: str = "Llama-3.2-1B-Instruct",  # the paper's base model
+    system: tuple = ("baseline", "anchor"),  # the paper's systems to show
+    mark: float = 1.0,  # points; larger differences are marked
 ) -> Comparison:
-    "Our scores beside the paper's (Tables 14 and 15); InputError for scores or a model that cannot be used."
+    """Our scores beside the paper's (Tables 14 and 15); InputError for scores or a model that
+    cannot be used.
+    """
     system = (system,) if isinstance(system, str) else tuple(system)
     theirs = paper_scores(paper)
     if not system or not set(system) <= set(theirs):
-        raise InputError(f"the paper's systems are {' and '.join(theirs)}; got {', '.join(map(repr, system)) or 'none'}")
+        raise InputError(
+            f"the paper's systems are {' and '.join(theirs)}; got "
+            f"{', '.join(map(repr, system)) or 'none'}"
+        )
     everything = gather_scores(scores)
-    groups = {label: kept for label, runs in everything.items() if (kept := [run for run in runs if run["tasks"]])}
+    groups = {
+        label: kept
+        for label, runs in everything.items()
+        if (kept := [run for run in runs if run["tasks"]])
+    }
     if not groups:
         raise InputError("nothing to compare: every task of every model failed; evaluate again")
-    left_out = [f"Left out, because all its tasks failed: {label}" for label, runs in everything.items() if not all(run["tasks"] for run in runs)]
+    left_out = [
+        f"Left out, because all its tasks failed: {label}"
+        for label, runs in everything.items()
+        if not all(run["tasks"] for run in runs)
+    ]
     ours = {label: _points(runs) for label, runs in groups.items()}
-    return Comparison(ours, theirs[list(system)], paper, (*_sure(groups), *_unsure(groups), *left_out, *_remarks(everything)), mark)
+    return Comparison(
+        ours,
+        theirs[list(system)],
+        paper,
+        (*_sure(groups), *_unsure(groups), *left_out, *_remarks(everything)),
+        mark,
+    )
 
 # %% ../../nbs/evaluate/50_paper.ipynb #befc65a4
 def _both_arms(comparison) -> dict[str, str] | None:
     "system → label, where one of ours, and only one, stands for each of the paper's two systems."
-    labels = {system: [label for label in comparison.ours if comparison.against(label) == system] for system in comparison.paper}
+    labels = {
+        system: [label for label in comparison.ours if comparison.against(label) == system]
+        for system in comparison.paper
+    }
     one_each = len(labels) == 2 and all(len(found) == 1 for found in labels.values())
     return {system: found[0] for system, found in labels.items()} if one_each else None
 
 
-def _text_rows(comparison, marks=("▲", "▼"), pm="±", minus="−") -> tuple[list[str], list[tuple[str, str, list[str]]]]:
+def _text_rows(
+    comparison, marks=("▲", "▼"), pm="±", minus="−"
+) -> tuple[list[str], list[tuple[str, str, list[str]]]]:
     "Column titles, and category, kind and texts of every row."
-    number = lambda value, signed=False: "–" if math.isnan(value) else f"{value:{'+' if signed else ''}.2f}".replace("-", minus)
+
+    def number(value, signed=False):
+        return (
+            "–" if math.isnan(value) else f"{value:{'+' if signed else ''}.2f}".replace("-", minus)
+        )
+
     arms = _both_arms(comparison)
     titles = [""] + [title for label in comparison.ours for title in (label, "Δ")]
-    titles += [f"paper {system}" for system in comparison.paper] + (["gain", "paper gain"] if arms else [])
+    titles += [f"paper {system}" for system in comparison.paper] + (
+        ["gain", "paper gain"] if arms else []
+    )
     rows = []
     for row in comparison_rows(comparison).to_dict("records"):
         texts = [row["row"]]
         for label in comparison.ours:
-            sd, off = row[f"{label} sd"], row[f"{label} − paper"]
+            sd = row[f"{label} sd"]
+            off = row[f"{label} − paper"]
             arrow = "" if not abs(off) > comparison.mark else marks[0] if off > 0 else marks[1]
-            texts += [number(row[label]) + ("" if math.isnan(sd) else f" {pm} {number(sd)}"), f"{arrow} {number(off, True)}".strip()]
+            texts += [
+                number(row[label]) + ("" if math.isnan(sd) else f" {pm} {number(sd)}"),
+                f"{arrow} {number(off, True)}".strip(),
+            ]
         texts += [number(row[f"paper {system}"]) for system in comparison.paper]
         if arms:
-            texts += [number(row[arms["anchor"]] - row[arms["baseline"]], True), number(row["paper anchor"] - row["paper baseline"], True)]
+            texts += [
+                number(row[arms["anchor"]] - row[arms["baseline"]], True),
+                number(row["paper anchor"] - row["paper baseline"], True),
+            ]
         rows.append((row["category"], row["kind"], texts))
     return titles, rows
 
 # %% ../../nbs/evaluate/50_paper.ipynb #1c387b7d
 def _notes(comparison) -> list[str]:
     "What the table rests on and what it leaves out, a sentence each."
-    known, seen, common = paper_tasks(), set(comparison.seen), comparison.tasks
+    known = paper_tasks()
+    seen = set(comparison.seen)
+    common = comparison.tasks
     pairs = {label: comparison.against(label) for label in comparison.ours}
-    against = ", ".join(f"{label} against the paper's {system}" for label, system in pairs.items() if system)
-    seeds = [f"{label}: {len(runs.columns)}" for label, runs in comparison.ours.items() if len(runs.columns) > 1]
-    lines = [f"Points. Paper: {comparison.model}, Tables 14 and 15. Δ: {against}; ▲ ▼ where it is more than {comparison.mark:g}."]
+    against = ", ".join(
+        f"{label} against the paper's {system}" for label, system in pairs.items() if system
+    )
+    seeds = [
+        f"{label}: {len(runs.columns)}"
+        for label, runs in comparison.ours.items()
+        if len(runs.columns) > 1
+    ]
+    lines = [
+        f"Points. Paper: {comparison.model}, Tables 14 and 15. Δ: {against}; ▲ ▼ where it is "
+        f"more than {comparison.mark:g}."
+    ]
     lines += [f"Mean ± standard deviation of several runs ({', '.join(seeds)})."] if seeds else []
     lines += ["Gain: anchor − baseline."] if _both_arms(comparison) else []
     gaps = [task for task in seen & set(known.index) if task not in common]
-    lines += [f"Not in every run of ours, in no average: {', '.join(sorted(gaps))}."] if gaps else []
+    lines += (
+        [f"Not in every run of ours, in no average: {', '.join(sorted(gaps))}."] if gaps else []
+    )
     extra = sorted(seen - set(known.index))
     lines += [f"Not in the paper, in no average: {', '.join(extra)}."] if extra else []
     for category, name in CATEGORIES.items():
-        missing = [task + ("*" if known.loc[task, "subset15"] else "") for task in known.index[known["category"] == category] if task not in seen]
+        missing = [
+            task + ("*" if known.loc[task, "subset15"] else "")
+            for task in known.index[known["category"] == category]
+            if task not in seen
+        ]
         lines += [f"Missing here, {name}: {', '.join(missing)}."] if missing else []
-    lines += ["* one of the 15 tasks of the paper's ablations."] if any("*" in line for line in lines) else []
+    lines += (
+        ["* one of the 15 tasks of the paper's ablations."]
+        if any("*" in line for line in lines)
+        else []
+    )
     return lines + [f"{remark.rstrip('.')}." for remark in comparison.remarks]
 
 # %% ../../nbs/evaluate/50_paper.ipynb #07393e56
 def _as_text(comparison) -> str:
     "For the terminal."
     titles, rows = _text_rows(comparison)
-    widths = [max(len(texts[i]) for texts in [titles] + [texts for *_, texts in rows]) for i in range(len(titles))]
-    line = lambda texts: "  ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(texts, widths, strict=True))).rstrip()
-    lines, last = [line(titles)], None
+    widths = [
+        max(len(texts[i]) for texts in [titles] + [texts for *_, texts in rows])
+        for i in range(len(titles))
+    ]
+
+    def line(texts):
+        return "  ".join(
+            t.rjust(w) if i else t.ljust(w)
+            for i, (t, w) in enumerate(zip(texts, widths, strict=True))
+        ).rstrip()
+
+    lines = [line(titles)]
+    last = None
     for category, kind, texts in rows:
         lines += ["", category] if category != last else []
         lines += ["-" * len(line(titles))] if kind == "mean" and category != "all" else []
-        lines, last = lines + [line(texts)], category
-    notes = [textwrap.fill(note, max(80, len(line(titles))), subsequent_indent="  ") for note in _notes(comparison)]
+        lines = lines + [line(texts)]
+        last = category
+    notes = [
+        textwrap.fill(note, max(80, len(line(titles))), subsequent_indent="  ")
+        for note in _notes(comparison)
+    ]
     return "\n".join([*lines, "", *notes])
 
 
 def _as_markdown(comparison) -> str:
     "A pipe table; means in bold."
     titles, rows = _text_rows(comparison)
-    escaped = lambda texts: [text.replace("|", "\\|") for text in texts]
-    bold = lambda kind, texts: [f"**{text}**" if text else "" for text in texts] if kind == "mean" else texts
+
+    def escaped(texts):
+        return [text.replace("|", "\\|") for text in texts]
+
+    def bold(kind, texts):
+        return [f"**{text}**" if text else "" for text in texts] if kind == "mean" else texts
+
     lines = [["", *titles[1:]], [":--", *["--:"] * (len(titles) - 1)]]
     last = None
     for category, kind, texts in rows:
         lines += [[f"*{category}*", *[""] * (len(titles) - 1)]] if category != last else []
-        lines, last = lines + [bold(kind, escaped(texts))], category
+        lines = lines + [bold(kind, escaped(texts))]
+        last = category
     notes = [f"- {note}".replace("*", "\\*") for note in _notes(comparison)]
     return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), "", *notes, ""])
 
 # %% ../../nbs/evaluate/50_paper.ipynb #b2fb4192
 def _as_html(comparison) -> str:
-    "A table without style of its own but for arrows: differences beyond the mark have the class above or below."
+    """A table without style of its own but for arrows: differences beyond the mark have the class
+    above or below.
+    """
     titles, rows = _text_rows(comparison)
-    side = lambda text: {"▲": ' class="above"', "▼": ' class="below"'}.get(text[:1], "")
-    cells = lambda texts, tag: "".join(f'<{tag} style="text-align:right"{side(t)}>{html.escape(t)}</{tag}>' for t in texts)
-    body, last = [], None
+
+    def side(text):
+        return {"▲": ' class="above"', "▼": ' class="below"'}.get(text[:1], "")
+
+    def cells(texts, tag):
+        return "".join(
+            f'<{tag} style="text-align:right"{side(t)}>{html.escape(t)}</{tag}>' for t in texts
+        )
+
+    body = []
+    last = None
     for category, kind, texts in rows:
-        body += [f'<tr><th colspan="{len(titles)}" style="text-align:left">{category}</th></tr>'] if category != last else []
+        body += (
+            [f'<tr><th colspan="{len(titles)}" style="text-align:left">{category}</th></tr>']
+            if category != last
+            else []
+        )
         weight = ' style="font-weight:bold"' if kind == "mean" else ""
-        body.append(f'<tr{weight}><td style="text-align:left">{html.escape(texts[0])}</td>{cells(texts[1:], "td")}</tr>')
+        body.append(
+            f'<tr{weight}><td style="text-align:left">{html.escape(texts[0])}</td>{cells(texts[1:], "td")}</tr>'
+        )
         last = category
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in _notes(comparison))
     head = f"<tr><th></th>{cells(titles[1:], 'th')}</tr>"
@@ -539,23 +883,59 @@ def _as_html(comparison) -> str:
 def _as_page(comparison) -> str:
     "The same as a file of its own."
     title = f"Ours beside the paper's {html.escape(comparison.model)}"
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{CSS}</style></head>\n'
-            f'<body><main><h1>{title}</h1><div class="scroll">{_as_html(comparison)}</div></main></body></html>\n')
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{title}</title><style>{CSS}</style></head>\n'
+        f"<body><main><h1>{title}</h1><div "
+        f'class="scroll">{_as_html(comparison)}</div></main></body></html>\n'
+    )
 
 
 def _as_latex(comparison) -> str:
     "A booktabs table for `\\usepackage{booktabs}`; notes as comments below."
-    special = {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
-               "–": "--", "−": "$-$", "Δ": r"$\Delta$", "±": r"$\pm$", "▲": r"$\blacktriangle$", "▼": r"$\blacktriangledown$"}
-    line = lambda texts: " & ".join("".join(special.get(c, c) for c in text) for text in texts) + r" \\"
+    special = {
+        **{c: f"\\{c}" for c in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "–": "--",
+        "−": "$-$",
+        "Δ": r"$\Delta$",
+        "±": r"$\pm$",
+        "▲": r"$\blacktriangle$",
+        "▼": r"$\blacktriangledown$",
+    }
+
+    def line(texts):
+        return " & ".join("".join(special.get(c, c) for c in text) for text in texts) + r" \\"
+
     titles, rows = _text_rows(comparison)
-    lines, last = [rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", line(titles)], None
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", line(titles)]
+    last = None
     for category, kind, texts in rows:
-        lines += [r"\midrule", rf"\multicolumn{{{len(titles)}}}{{l}}{{\emph{{{category}}}}} \\"] if category != last else []
-        lines += [rf"\cmidrule(l){{2-{len(titles)}}}"] if kind == "mean" and category == last != "all" else []
-        lines, last = [*lines, line(texts)], category
+        lines += (
+            [r"\midrule", rf"\multicolumn{{{len(titles)}}}{{l}}{{\emph{{{category}}}}} \\"]
+            if category != last
+            else []
+        )
+        lines += (
+            [rf"\cmidrule(l){{2-{len(titles)}}}"]
+            if kind == "mean" and category == last != "all"
+            else []
+        )
+        lines = [*lines, line(texts)]
+        last = category
     notes = [f"% {note}" for note in _notes(comparison)]
-    return "\n".join([r"% needs booktabs, and amssymb for the marks", *lines, r"\bottomrule", r"\end{tabular}", *notes, ""])
+    return "\n".join(
+        [
+            r"% needs booktabs, and amssymb for the marks",
+            *lines,
+            r"\bottomrule",
+            r"\end{tabular}",
+            *notes,
+            "",
+        ]
+    )
 
 
 def _as_csv(comparison) -> str:
@@ -565,7 +945,13 @@ def _as_csv(comparison) -> str:
 
 def _writer(form: str):
     "What writes a comparison in a form; InputError names the forms."
-    writers = {"txt": _as_text, "md": _as_markdown, "html": _as_page, "tex": _as_latex, "csv": _as_csv}
+    writers = {
+        "txt": _as_text,
+        "md": _as_markdown,
+        "html": _as_page,
+        "tex": _as_latex,
+        "csv": _as_csv,
+    }
     if form not in writers:
         raise InputError(f"cannot write a comparison as {form!r}; choose {', '.join(writers)}")
     return writers[form]
@@ -577,88 +963,152 @@ HELDOUT = "held-out pairs"
 def paper_early_stage(
     model: str = "Llama-3.2-1B-Instruct",  # a base model of Table 9
 ) -> pd.DataFrame:  # index: step of Stage II; columns: systems; points
-    "Table 9: averages of the 15 tasks at the first checkpoints of Stage II; InputError for a model that is not in it."
+    """Table 9: averages of the 15 tasks at the first checkpoints of Stage II; InputError for a
+    model that is not in it.
+    """
     table = paper_table(9)
     if model not in set(table["model"]):
         raise InputError(f"Table 9 has no {model!r}; it has {', '.join(table['model'].unique())}")
     wide = table[table["model"] == model].drop(columns="model").set_index("system").T
-    return wide.set_axis([int(name.removeprefix("step")) for name in wide.index]).rename_axis("step", axis=0).rename_axis(None, axis=1)
+    return (
+        wide.set_axis([int(name.removeprefix("step")) for name in wide.index])
+        .rename_axis("step", axis=0)
+        .rename_axis(None, axis=1)
+    )
 
 
 def _line_setting(line: dict) -> tuple:
     "What a line of evals.jsonl says of how it was scored; empty for the usual way."
-    found = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}  # a missing value of a table is NaN
-    return tuple((key, value) for key, value in found.items() if value is not None and value == value)
+    # a missing value of a table is NaN
+    found = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}
+    return tuple(
+        (key, value) for key, value in found.items() if value is not None and value == value
+    )
 
 
 def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[dict]]]:
-    "The lines of one setting: those that name none where there are such, else the first that is met. Warns of others."
-    settings = {_line_setting(line): None for runs in seeds.values() for lines in runs for line in lines if "task" in line}
+    """The lines of one setting: those that name none where there are such, else the first that is
+    met. Warns of others.
+    """
+    settings = {
+        _line_setting(line): None
+        for runs in seeds.values()
+        for lines in runs
+        for line in lines
+        if "task" in line
+    }
     chosen = () if () in settings or not settings else next(iter(settings))
     if others := [setting for setting in settings if setting != chosen]:
-        told = "; ".join(", ".join(f"{key} {value}" for key, value in setting) for setting in others)
+        told = "; ".join(
+            ", ".join(f"{key} {value}" for key, value in setting) for setting in others
+        )
         warnings.warn(f"evals.jsonl also has scores with {told}; they are left out", stacklevel=3)
-    fits = lambda line: "task" not in line or _line_setting(line) == chosen
-    return {arm: [[line for line in lines if fits(line)] for lines in runs] for arm, runs in seeds.items()}
+
+    def fits(line):
+        return "task" not in line or _line_setting(line) == chosen
+
+    return {
+        arm: [[line for line in lines if fits(line)] for lines in runs]
+        for arm, runs in seeds.items()
+    }
 
 # %% ../../nbs/evaluate/50_paper.ipynb #43d7718a
 def early_scores(
-    runs: dict[str, list[dict] | list[list[dict]]],  # arm → the lines of its evals.jsonl, or those of each of its seeds
-) -> dict[str, pd.DataFrame]:  # task → points, steps × arms, or (step, run) × arms where an arm has seeds; held-out nDCG@10 as HELDOUT
-    "Scores of every task over the steps of the arms, a later line for the same step counts; of one setting, which warns of others."
+    # arm → the lines of its evals.jsonl, or those of each of its seeds
+    runs: dict[str, list[dict] | list[list[dict]]],
+    # task → points, steps × arms, or (step, run) × arms where an arm has seeds; held-out nDCG@10 as
+    # HELDOUT
+) -> dict[str, pd.DataFrame]:
+    """Scores of every task over the steps of the arms, a later line for the same step counts; of
+    one setting, which warns of others.
+    """
     table = {}
-    seeds = {arm: lines if lines and isinstance(lines[0], list) else [lines] for arm, lines in runs.items()}
+    seeds = {
+        arm: lines if lines and isinstance(lines[0], list) else [lines]
+        for arm, lines in runs.items()
+    }
     seeds = _of_one_setting(seeds)
-    for arm, number, line in ((a, number, line) for a in seeds for number, lines in enumerate(seeds[a]) for line in lines):
-        task, score = (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
+    for arm, number, line in (
+        (a, number, line) for a in seeds for number, lines in enumerate(seeds[a]) for line in lines
+    ):
+        task, score = (
+            (line["task"], line["score"]) if "task" in line else (HELDOUT, line.get("ndcg_at_10"))
+        )
         if score is not None:
             table.setdefault(task, {}).setdefault(arm, {})[line["step"], number] = 100 * score
-    frames = {task: pd.DataFrame(arms).rename_axis(["step", "run"]).sort_index() for task, arms in table.items()}
+    frames = {
+        task: pd.DataFrame(arms).rename_axis(["step", "run"]).sort_index()
+        for task, arms in table.items()
+    }
     one = all(len(lines) == 1 for lines in seeds.values())
     return {task: frame.droplevel("run") if one else frame for task, frame in frames.items()}
 
 
 def mean_over_tasks(
     scores: dict[str, pd.DataFrame],  # see `early_scores`
-    tasks: list[str],                 # those to take the mean over
+    tasks: list[str],  # those to take the mean over
 ) -> pd.DataFrame:  # steps × arms, only steps at which every arm has every task
     "The mean over tasks; InputError where no step has all of them."
     frames = [scores[task] for task in tasks if task in scores]
-    mean = sum(frames[1:], frames[0]) / len(frames) if frames and len(frames) == len(tasks) else pd.DataFrame()
+    mean = (
+        sum(frames[1:], frames[0]) / len(frames)
+        if frames and len(frames) == len(tasks)
+        else pd.DataFrame()
+    )
     mean = mean.dropna()
     if not len(mean):
-        raise InputError(f"no step has scores of {', '.join(tasks)} for every arm; evaluate them with `anchor sweep`")
+        raise InputError(
+            f"no step has scores of {', '.join(tasks)} for every arm; evaluate them "
+            "with `anchor sweep`"
+        )
     return mean
 
 # %% ../../nbs/evaluate/50_paper.ipynb #425a5c7e
 def draw_arms(
-    axes,                  # matplotlib axes
+    axes,  # matplotlib axes
     curves: pd.DataFrame,  # index: x, or x and run; a column an arm
-    label: str,            # of the x axis
+    label: str,  # of the x axis
 ) -> None:
-    "A line an arm, in its colour, with its name at its end; the mean of several runs over the band they span; within `style()`."
+    """A line an arm, in its colour, with its name at its end; the mean of several runs over the
+    band they span; within `style()`.
+    """
     names = {"only_q2d": "only Q2D", "only_d2q": "only D2Q"}
     steps = curves.groupby(level=0)
-    mean, least, most = steps.mean(), steps.min(), steps.max()
+    mean = steps.mean()
+    least = steps.min()
+    most = steps.max()
     for arm in curves:
-        column, ink = mean[arm].dropna(), colour(arm, curves.columns)
+        column = mean[arm].dropna()
+        ink = colour(arm, curves.columns)
         axes.plot(column.index, column, color=ink, marker=MARKERS.get(arm, "D"))
         if curves.index.nlevels > 1:
-            axes.fill_between(column.index, least[arm][column.index], most[arm][column.index], color=ink, alpha=0.15, linewidth=0)
+            axes.fill_between(
+                column.index,
+                least[arm][column.index],
+                most[arm][column.index],
+                color=ink,
+                alpha=0.15,
+                linewidth=0,
+            )
     whole_steps(axes, label)
     if len(mean) <= 8:
         axes.set_xticks(mean.index)
     axes.margins(y=0.08 + 0.04 * len(curves.columns))
-    ends = [(mean[arm].dropna().iloc[-1], names.get(arm, arm), colour(arm, curves.columns), True) for arm in curves]
+    ends = [
+        (mean[arm].dropna().iloc[-1], names.get(arm, arm), colour(arm, curves.columns), True)
+        for arm in curves
+    ]
     end_labels(axes, ends)
 
 
 def plot_early_scores(
-    ours: pd.DataFrame | None = None,      # steps × arms, points
-    what: str = "",                        # what ours are a mean of, for the title
+    ours: pd.DataFrame | None = None,  # steps × arms, points
+    what: str = "",  # what ours are a mean of, for the title
     paper: str = "Llama-3.2-1B-Instruct",  # a base model of Table 9
 ) -> Figure:
-    "The paper's Figure 2: the average of the 15 tasks over the first steps of Stage II, and below it ours."
+    """The paper's Figure 2: the average of the 15 tasks over the first steps of Stage II, and below
+    it ours.
+    """
     panels = [(paper_early_stage(paper), f"The paper: {paper.removesuffix('-Instruct')}, 15 tasks")]
     panels += [(ours, f"Here: {what}")] if ours is not None else []
     with style():
@@ -669,30 +1119,44 @@ def plot_early_scores(
     return figure
 
 # %% ../../nbs/evaluate/50_paper.ipynb #80e490b8
-SETTINGS = {"unsupervised baseline": "base", "only stage I": "stage1", "only stage II": "baseline", "stage I + stage II": "anchor"}
+SETTINGS = {
+    "unsupervised baseline": "base",
+    "only stage I": "stage1",
+    "only stage II": "baseline",
+    "stage I + stage II": "anchor",
+}
 
 
 def draw_bars(
-    axes,                     # matplotlib axes
-    bars: list,               # (name, points, standard deviation or NaN, colour, True where it is the paper's)
-    label: str = "points",    # of the x axis
+    axes,  # matplotlib axes
+    # (name, points, standard deviation or NaN, colour, True where it is the paper's)
+    bars: list,
+    label: str = "points",  # of the x axis
 ) -> None:
     "Horizontal bars from the top down with their figures; the paper's are pale; within `style()`."
     for i, (_, value, sd, ink, pale) in enumerate(bars):
         axes.barh(i, value, color=ink, alpha=0.4 if pale else 1.0, height=0.8)
-        text, end = (f"{value:.1f}", value) if math.isnan(sd) else (f"{value:.1f} ± {sd:.1f}", value + sd)
+        text, end = (
+            (f"{value:.1f}", value) if math.isnan(sd) else (f"{value:.1f} ± {sd:.1f}", value + sd)
+        )
         if end > value:
             axes.errorbar(value, i, xerr=sd, color=INK, capsize=2, linewidth=1)
-        axes.annotate(text, (max(end, 0), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            text, (max(end, 0), i), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
     axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=label, ylim=(len(bars) - 0.4, -0.6), xlim=(min(0, *(bar[1] for bar in bars)), 1.18 * max(bar[1] for bar in bars)))
+    axes.set(
+        xlabel=label,
+        ylim=(len(bars) - 0.4, -0.6),
+        xlim=(min(0, *(bar[1] for bar in bars)), 1.18 * max(bar[1] for bar in bars)),
+    )
 
 
 def plot_stages(
     ours: dict[str, float] | None = None,  # key of SETTINGS → points
-    what: str = "",                        # what ours are, for the title
+    what: str = "",  # what ours are, for the title
 ) -> Figure:
     "The paper's Figure 3 (Table 10): neither stage, each alone, both; and ours below."
     table = paper_table(10).set_index("setting")
@@ -701,14 +1165,19 @@ def plot_stages(
     with style():
         figure, all_axes = new_figure(len(panels), height=1.7)
         for axes, (values, title) in zip(all_axes, panels, strict=True):
-            rows = [(s, values[s], math.nan, COLOURS[arm], "paper" in title) for s, arm in SETTINGS.items() if s in values]
+            rows = [
+                (s, values[s], math.nan, COLOURS[arm], "paper" in title)
+                for s, arm in SETTINGS.items()
+                if s in values
+            ]
             draw_bars(axes, rows, "points" if axes is all_axes[-1] else "")
             axes.set(title=title, xlim=(0, 1.18 * max(max(values) for values, _ in panels)))
     return figure
 
 # %% ../../nbs/evaluate/50_paper.ipynb #d76424d2
 def plot_alpha(
-    ours: dict[str, pd.DataFrame] | None = None,  # label of the y axis → index: alpha; columns: a line each
+    # label of the y axis → index: alpha; columns: a line each
+    ours: dict[str, pd.DataFrame] | None = None,
 ) -> Figure:
     "Table 4 over alpha, the weight of Q2D; and ours, a panel an entry."
     table = paper_table(4).set_index("alpha")[["average"]]
@@ -717,12 +1186,18 @@ def plot_alpha(
     with style():
         figure, all_axes = new_figure(len(panels), height=2.0)
         for axes, (title, label, frame) in zip(all_axes, panels, strict=True):
-            for name, dashes in zip(frame, ("-",) if len(frame.columns) == 1 else ("--", ":", "-."), strict=False):
-                axes.plot(frame.index, frame[name], color=COLOURS["anchor"], linestyle=dashes, marker="s")
+            for name, dashes in zip(
+                frame, ("-",) if len(frame.columns) == 1 else ("--", ":", "-."), strict=False
+            ):
+                axes.plot(
+                    frame.index, frame[name], color=COLOURS["anchor"], linestyle=dashes, marker="s"
+                )
             axes.set(title=title, ylabel=label, xlim=(-0.05, 1.05))
             axes.margins(y=0.2)
             if len(frame.columns) > 1:
-                end_labels(axes, [(frame[name].iloc[-1], name, COLOURS["anchor"], False) for name in frame])
+                end_labels(
+                    axes, [(frame[name].iloc[-1], name, COLOURS["anchor"], False) for name in frame]
+                )
         all_axes[-1].set_xlabel("alpha: 0 = only D2Q, 1 = only Q2D")
     return figure
 
@@ -730,7 +1205,9 @@ def plot_alpha(
 def plot_categories(
     comparison: Comparison,
 ) -> Figure:
-    "Bars by category: ours, with their spread over seeds, and the paper's (pale); every mean over the same tasks."
+    """Bars by category: ours, with their spread over seeds, and the paper's (pale); every mean over
+    the same tasks.
+    """
     rows = comparison_rows(comparison)
     rows = rows[(rows["kind"] == "mean") & (rows["category"] != "all")].to_dict("records")
     if not rows:
@@ -742,9 +1219,15 @@ def plot_categories(
     with style():
         figure, all_axes = new_figure(len(rows), height=0.3 + 0.19 * (len(named) + len(systems)))
         for axes, row in zip(all_axes, rows, strict=True):
-            bars = [(label, row[label], row[f"{label} sd"], ink, False) for label, ink in named.items()]
+            bars = [
+                (label, row[label], row[f"{label} sd"], ink, False) for label, ink in named.items()
+            ]
             bars += [(name, row[name], math.nan, ink, True) for name, ink in systems.items()]
             draw_bars(axes, bars, "points" if row is rows[-1] else "")
-            axes.set(title=f"{row['category']}: {row['row']}", xlim=(min(0, *(bar[1] for bar in bars)), 118), xticks=range(0, 101, 20))
+            axes.set(
+                title=f"{row['category']}: {row['row']}",
+                xlim=(min(0, *(bar[1] for bar in bars)), 118),
+                xticks=range(0, 101, 20),
+            )
             axes.tick_params(axis="x", labelbottom=row is rows[-1])
     return figure

@@ -18,15 +18,24 @@ from ..common.errors import InputError
 def _ranks_by_query(ranks) -> list[np.ndarray]:
     "The ranks of every query's relevant documents, rising; InputError for anything else."
     rows = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in ranks]
-    bad = [i for i, row in enumerate(rows) if row.ndim != 1 or not len(row) or not row[0] >= 1 or not (np.diff(row) > 0).all()]
+    bad = [
+        i
+        for i, row in enumerate(rows)
+        if row.ndim != 1 or not len(row) or not row[0] >= 1 or not (np.diff(row) > 0).all()
+    ]
     if not rows or bad:
         shown = f"; query {bad[0]} has {ranks[bad[0]]!r}" if bad else ", and there are no queries"
-        raise InputError(f"ranks must be numbers from 1 up, or rising lists of them, for one query or more{shown}")
+        raise InputError(
+            "ranks must be numbers from 1 up, or rising lists of them, for one query "
+            f"or more{shown}"
+        )
     return rows
 
 
 def query_ndcg(
-    ranks,        # n entries, 1 = best: the rank of a query's relevant document, or a list of ranks where it has several
+    # n entries, 1 = best: the rank of a query's relevant document, or a list of ranks where it has
+    # several
+    ranks,
     k: int = 10,  # ranks up to here count
 ) -> np.ndarray:  # (n,) in [0, 1]; their mean is nDCG@k
     "nDCG@k of every query."
@@ -34,30 +43,45 @@ def query_ndcg(
     def gain(row):
         return (1 / np.log2(1 + row[row <= k])).sum()
 
-    return np.array([gain(row) / gain(np.arange(1.0, len(row) + 1)) for row in _ranks_by_query(ranks)])
+    return np.array(
+        [gain(row) / gain(np.arange(1.0, len(row) + 1)) for row in _ranks_by_query(ranks)]
+    )
 
 
 def rank_metrics(
-    ranks,        # see `query_ndcg`
+    ranks,  # see `query_ndcg`
     k: int = 10,  # nDCG counts ranks up to here
 ) -> dict[str, float]:  # ndcg_at_k, recall_at_1, mrr, each in [0, 1]
-    "Means over the queries of nDCG@k, of a relevant document at rank 1, and of the first one's reciprocal rank."
+    """Means over the queries of nDCG@k, of a relevant document at rank 1, and of the first one's
+    reciprocal rank.
+    """
     first = np.array([row[0] for row in _ranks_by_query(ranks)])
-    return {f"ndcg_at_{k}": float(query_ndcg(ranks, k).mean()), "recall_at_1": float((first == 1).mean()), "mrr": float((1 / first).mean())}
+    return {
+        f"ndcg_at_{k}": float(query_ndcg(ranks, k).mean()),
+        "recall_at_1": float((first == 1).mean()),
+        "mrr": float((1 / first).mean()),
+    }
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #c07dc1a4
 def checked_relevant(
-    relevant,        # n whole numbers, or lists of them
-    queries: int,    # n
+    relevant,  # n whole numbers, or lists of them
+    queries: int,  # n
     documents: int,  # m
 ) -> list[np.ndarray]:  # n arrays of int64
     "One document in range or more for every query, each once, or InputError."
     rows = [np.atleast_1d(np.asarray(row)) for row in relevant]
-    if len(rows) != queries or any(row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) for row in rows):
-        raise InputError(f"at least one relevant document for each of {queries} queries, as a whole number; got {len(rows)} such as {relevant[:1]}")
+    if len(rows) != queries or any(
+        row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) for row in rows
+    ):
+        raise InputError(
+            f"at least one relevant document for each of {queries} queries, as a "
+            f"whole number; got {len(rows)} such as {relevant[:1]}"
+        )
     for row in rows:
         if row.min() < 0 or row.max() >= documents or len(set(row.tolist())) < len(row):
-            raise InputError(f"relevant documents must lie in 0 … {documents - 1}, each once; got {row.tolist()}")
+            raise InputError(
+                f"relevant documents must lie in 0 … {documents - 1}, each once; got {row.tolist()}"
+            )
     return [row.astype(np.int64) for row in rows]
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #6547718b
@@ -68,33 +92,44 @@ def _ranks_in_row(scores: np.ndarray, own: np.ndarray, ignored, tie: float) -> i
     "The ranks of one query's relevant documents: a number where there is one, else a list."
     others = np.delete(scores, [*own, *ignored])
     best_first = np.sort(scores[own])[::-1]
-    ranks = [int((others >= score - tie).sum()) + place for place, score in enumerate(best_first, start=1)]
+    ranks = [
+        int((others >= score - tie).sum()) + place
+        for place, score in enumerate(best_first, start=1)
+    ]
     return ranks[0] if len(ranks) == 1 else ranks
 
 
 def pessimistic_ranks(
     scores: np.ndarray,  # (n, m) score of every document for every query
-    relevant,            # n entries: the column of the relevant document, or a list of columns
-    tie: float = 0.0,    # scores this close are equal
-    ignored=None,        # n lists of columns that are no candidates of a query; None = all are
+    relevant,  # n entries: the column of the relevant document, or a list of columns
+    tie: float = 0.0,  # scores this close are equal
+    ignored=None,  # n lists of columns that are no candidates of a query; None = all are
 ) -> list:  # n entries, see `query_ndcg`
     "The ranks of the relevant documents; another document with an equal score stands before them."
     relevant = checked_relevant(relevant, *scores.shape)
     ignored = [()] * len(relevant) if ignored is None else ignored
-    return [_ranks_in_row(row, own, out, tie) for row, own, out in zip(scores, relevant, ignored, strict=True)]
+    return [
+        _ranks_in_row(row, own, out, tie)
+        for row, own, out in zip(scores, relevant, ignored, strict=True)
+    ]
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #36663c9b
 def unit(
-    vectors: np.ndarray,   # (n, d), any float type
+    vectors: np.ndarray,  # (n, d), any float type
     what: str = "vector",  # for the message
 ) -> np.ndarray:  # (n, d) float32, every row of length 1 or 0
     "Vectors of length 1 (zeros stay zeros); InputError names the first row that is not finite."
     vectors = np.asarray(vectors)
     if vectors.ndim != 2 or not vectors.size:
-        raise InputError(f"{what}s must be a matrix with one row a text, not of shape {vectors.shape}")
+        raise InputError(
+            f"{what}s must be a matrix with one row a text, not of shape {vectors.shape}"
+        )
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
-        raise InputError(f"{what} {bad[0]} is not finite ({len(bad)} of {len(vectors)}): the model has diverged; lower the learning rate")
+        raise InputError(
+            f"{what} {bad[0]} is not finite ({len(bad)} of {len(vectors)}): the model "
+            "has diverged; lower the learning rate"
+        )
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     scaled = np.divide(vectors, largest, out=np.zeros(vectors.shape, np.float64), where=largest > 0)
     length = np.linalg.norm(scaled, axis=1, keepdims=True)
@@ -102,38 +137,46 @@ def unit(
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #d0993c5b
 def retrieval_ranks(
-    query_vectors: np.ndarray,     # (n, d)
+    query_vectors: np.ndarray,  # (n, d)
     document_vectors: np.ndarray,  # (m, d)
-    relevant,                      # n entries: the row of the relevant document, or a list of rows
-    ignored=None,                  # n lists of rows that are no candidates of a query; None = all are
-    cells: int = 4_000_000,        # cosines in memory at a time
+    relevant,  # n entries: the row of the relevant document, or a list of rows
+    # n lists of rows that are no candidates of a query; None = all are
+    ignored=None,
+    cells: int = 4_000_000,  # cosines in memory at a time
 ) -> list:  # n entries, see `query_ndcg`
     "The ranks of the relevant documents by cosine; ties (see `TIE`) count against them."
-    queries, documents = unit(query_vectors, "query vector"), unit(document_vectors, "document vector")
+    queries = unit(query_vectors, "query vector")
+    documents = unit(document_vectors, "document vector")
     if queries.shape[1] != documents.shape[1]:
-        raise InputError(f"queries have {queries.shape[1]} dimensions and documents {documents.shape[1]}: encode both with one model")
+        raise InputError(
+            f"queries have {queries.shape[1]} dimensions and documents "
+            f"{documents.shape[1]}: encode both with one model"
+        )
     relevant = checked_relevant(relevant, len(queries), len(documents))
     ignored = [()] * len(queries) if ignored is None else ignored
-    rows, ranks = max(1, cells // len(documents)), []
+    rows = max(1, cells // len(documents))
+    ranks = []
     for part in (slice(start, start + rows) for start in range(0, len(queries), rows)):
         ranks += pessimistic_ranks(queries[part] @ documents.T, relevant[part], TIE, ignored[part])
     return ranks
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #2a4adfa4
 def retrieval_metrics(
-    query_vectors: np.ndarray,     # (n, d)
+    query_vectors: np.ndarray,  # (n, d)
     document_vectors: np.ndarray,  # (m, d)
-    relevant,                      # see `retrieval_ranks`
-    k: int = 10,                   # nDCG counts ranks up to here
+    relevant,  # see `retrieval_ranks`
+    k: int = 10,  # nDCG counts ranks up to here
 ) -> dict[str, float]:  # ndcg_at_k, recall_at_1, mrr
-    "How well cosine finds the relevant document: see `rank_metrics`; InputError for shapes or values that cannot be used."
+    """How well cosine finds the relevant document: see `rank_metrics`; InputError for shapes or
+    values that cannot be used.
+    """
     return rank_metrics(retrieval_ranks(query_vectors, document_vectors, relevant), k)
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #e8e62d6e
 def mean_cosine(
     vectors: np.ndarray,  # (n, d), one row a text, n ≥ 2
-    pairs: int = 1000,    # random pairs of different rows
-    seed: int = 0,        # of the choice of pairs
+    pairs: int = 1000,  # random pairs of different rows
+    seed: int = 0,  # of the choice of pairs
 ) -> float:  # in [-1, 1]
     "The mean cosine between random different texts."
     vectors = unit(vectors)
@@ -146,13 +189,19 @@ def mean_cosine(
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #6223df77
 def bm25_scores(
-    queries: Sequence[str],    # n texts
+    queries: Sequence[str],  # n texts
     documents: Sequence[str],  # m texts
 ) -> np.ndarray:  # (n, m) float32
-    "The BM25 score of every document for every query (Lucene variant, k1 = 1.5, b = 0.75; no stemmer)."
+    """The BM25 score of every document for every query (Lucene variant, k1 = 1.5, b = 0.75; no
+    stemmer).
+    """
     import bm25s
 
-    words = lambda texts: bm25s.tokenize(list(texts), stopwords="english", return_ids=False, show_progress=False)
+    def words(texts):
+        return bm25s.tokenize(
+            list(texts), stopwords="english", return_ids=False, show_progress=False
+        )
+
     corpus = words(documents)
     scores = np.zeros((len(queries), len(documents)), np.float32)
     if not any(corpus):
@@ -166,27 +215,29 @@ def bm25_scores(
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #698c2588
 def bm25_ranks(
-    queries: Sequence[str],    # n texts
+    queries: Sequence[str],  # n texts
     documents: Sequence[str],  # m texts
-    relevant,                  # see `retrieval_ranks`
-    ignored=None,              # likewise
-    rows: int = 1000,          # queries scored at a time
+    relevant,  # see `retrieval_ranks`
+    ignored=None,  # likewise
+    rows: int = 1000,  # queries scored at a time
 ) -> list:  # n entries, see `query_ndcg`
     "The ranks of the relevant documents by BM25; ties count against them."
     relevant = checked_relevant(relevant, len(queries), len(documents))
     ignored = [()] * len(queries) if ignored is None else ignored
     ranks = []
     for part in (slice(start, start + rows) for start in range(0, len(queries), rows)):
-        ranks += pessimistic_ranks(bm25_scores(queries[part], documents), relevant[part], 0.0, ignored[part])
+        ranks += pessimistic_ranks(
+            bm25_scores(queries[part], documents), relevant[part], 0.0, ignored[part]
+        )
     return ranks
 
 
 def bm25_metrics(
-    queries: Sequence[str],    # n texts
+    queries: Sequence[str],  # n texts
     documents: Sequence[str],  # m texts
-    relevant,                  # see `retrieval_ranks`
-    ignored=None,              # likewise
-    k: int = 10,               # nDCG counts ranks up to here
+    relevant,  # see `retrieval_ranks`
+    ignored=None,  # likewise
+    k: int = 10,  # nDCG counts ranks up to here
 ) -> dict[str, float]:  # ndcg_at_k, recall_at_1, mrr
     "How well BM25 finds the relevant documents."
     return rank_metrics(bm25_ranks(queries, documents, relevant, ignored), k)
@@ -194,7 +245,7 @@ def bm25_metrics(
 # %% ../../nbs/evaluate/10_retrieval.ipynb #1a7aa294
 def top_hits(
     scores: np.ndarray,  # (m,) or (n, m)
-    k: int = 3,          # hits a query; all where there are fewer documents
+    k: int = 3,  # hits a query; all where there are fewer documents
 ) -> np.ndarray:  # (k,) or (n, k) indices of documents, best first
     "The indices of the k highest scores; equal scores keep the order of the documents."
     return np.argsort(-np.asarray(scores), axis=-1, kind="stable")[..., :k]
@@ -225,29 +276,45 @@ def same_text(text: str) -> str:
 
 
 class HeldoutRetrieval:
-    "Retrieval on held-out pairs: every different query against all different positives, but not against itself."
+    """Retrieval on held-out pairs: every different query against all different positives, but not
+    against itself.
+    """
 
     def __init__(
         self,
-        queries: Sequence[str],    # n texts, which may repeat themselves
+        queries: Sequence[str],  # n texts, which may repeat themselves
         positives: Sequence[str],  # n texts, the document of each query
-        clusters: Sequence | None = None,  # n labels, such as packages; None = queries that share a document
+        # n labels, such as packages; None = queries that share a document
+        clusters: Sequence | None = None,
     ):
-        asked, documents, relevant = {}, {}, {}
+        asked = {}
+        documents = {}
+        relevant = {}
         for query, positive in zip(queries, positives, strict=False):
             asked.setdefault(same_text(query), query)
             documents.setdefault(same_text(positive), positive)
             relevant.setdefault(same_text(query), {})[same_text(positive)] = None
         if len(queries) != len(positives) or len(documents) < 2:
-            raise InputError(f"held-out pairs: {len(queries)} queries, {len(positives)} positives, {len(documents)} of them "
-                             "different; as many of each, and at least two different positives are needed")
+            raise InputError(
+                f"held-out pairs: {len(queries)} queries, {len(positives)} positives, "
+                f"{len(documents)} of them "
+                "different; as many of each, and at least two different positives are "
+                "needed"
+            )
         place = {name: row for row, name in enumerate(documents)}
         self.queries, self.documents = list(asked.values()), list(documents.values())
-        self.relevant = [[place[name] for name in relevant[query]] for query in asked]  # rows of documents, for every query
-        labels = {same_text(query): label for query, label in zip(reversed(queries), reversed(clusters or ()), strict=False)}
+        # rows of documents, for every query
+        self.relevant = [[place[name] for name in relevant[query]] for query in asked]
+        labels = {
+            same_text(query): label
+            for query, label in zip(reversed(queries), reversed(clusters or ()), strict=False)
+        }
         groups = [labels[query] for query in asked] if clusters else connected(self.relevant)
         self.clusters = groups if len(set(groups)) > 1 else None  # of every query
-        self.ignored = [[place[query]] if query in place.keys() - relevant[query].keys() else [] for query in asked]
+        self.ignored = [
+            [place[query]] if query in place.keys() - relevant[query].keys() else []
+            for query in asked
+        ]
 
     def ranks(self, query_vectors: np.ndarray, document_vectors: np.ndarray) -> list:
         "The ranks of every query's relevant documents, as `query_ndcg` takes them."
@@ -260,12 +327,17 @@ class HeldoutRetrieval:
 # %% ../../nbs/evaluate/10_retrieval.ipynb #905da2f4
 def _measured(
     self: HeldoutRetrieval,
-    encode: Callable[[list[str]], np.ndarray],                 # texts → (n, d)
-    encode_queries: Callable[[list[str]], np.ndarray] | None = None,  # where queries are encoded differently (instructions)
+    encode: Callable[[list[str]], np.ndarray],  # texts → (n, d)
+    # where queries are encoded differently (instructions)
+    encode_queries: Callable[[list[str]], np.ndarray] | None = None,
 ) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr, mean_cosine (of the documents)
     "Encode everything and measure."
-    query_vectors, document_vectors = (encode_queries or encode)(self.queries), encode(self.documents)
-    return {**rank_metrics(self.ranks(query_vectors, document_vectors)), "mean_cosine": mean_cosine(document_vectors)}
+    query_vectors = (encode_queries or encode)(self.queries)
+    document_vectors = encode(self.documents)
+    return {
+        **rank_metrics(self.ranks(query_vectors, document_vectors)),
+        "mean_cosine": mean_cosine(document_vectors),
+    }
 
 
 def _bm25(self: HeldoutRetrieval) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr
@@ -273,8 +345,12 @@ def _bm25(self: HeldoutRetrieval) -> dict[str, float]:  # ndcg_at_10, recall_at_
     return rank_metrics(self.bm25_ranks())
 
 
-def _searches(self: HeldoutRetrieval, which, encode=None, encode_queries=None, k=3) -> list[list[dict]]:
-    "For the queries at the indices `which`, their k best hits `{text, score, correct}`; without `encode`, by BM25."
+def _searches(
+    self: HeldoutRetrieval, which, encode=None, encode_queries=None, k=3
+) -> list[list[dict]]:
+    """For the queries at the indices `which`, their k best hits `{text, score, correct}`; without
+    `encode`, by BM25.
+    """
     return example_searches(self, which, encode, encode_queries, k)
 
 
@@ -282,15 +358,18 @@ def _text(self: HeldoutRetrieval) -> str:
     return f"HeldoutRetrieval({len(self.queries)} queries, {len(self.documents)} documents)"
 
 
-HeldoutRetrieval.__call__, HeldoutRetrieval.bm25, HeldoutRetrieval.searches, HeldoutRetrieval.__repr__ = _measured, _bm25, _searches, _text
+HeldoutRetrieval.__call__ = _measured
+HeldoutRetrieval.bm25 = _bm25
+HeldoutRetrieval.searches = _searches
+HeldoutRetrieval.__repr__ = _text
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #9b9fe423
 def example_searches(
     heldout: HeldoutRetrieval,
     which: Sequence[int],  # indices of queries
-    encode=None,           # texts → (n, d); None = BM25
-    encode_queries=None,   # where queries are encoded differently
-    k: int = 3,            # hits a query
+    encode=None,  # texts → (n, d); None = BM25
+    encode_queries=None,  # where queries are encoded differently
+    k: int = 3,  # hits a query
 ) -> list[list[dict]]:  # for each query its hits, best first: {"text", "score", "correct"}
     "The best hits of a few queries, ready for a report."
     queries = [heldout.queries[i] for i in which]
@@ -300,6 +379,17 @@ def example_searches(
         scores = unit((encode_queries or encode)(queries)) @ unit(encode(heldout.documents)).T
     found = []
     for i, row in zip(which, scores, strict=True):
-        best = [j for j in top_hits(row, k + len(heldout.ignored[i])) if j not in heldout.ignored[i]][:k]
-        found.append([{"text": heldout.documents[j], "score": float(row[j]), "correct": j in heldout.relevant[i]} for j in best])
+        best = [
+            j for j in top_hits(row, k + len(heldout.ignored[i])) if j not in heldout.ignored[i]
+        ][:k]
+        found.append(
+            [
+                {
+                    "text": heldout.documents[j],
+                    "score": float(row[j]),
+                    "correct": j in heldout.relevant[i],
+                }
+                for j in best
+            ]
+        )
     return found

@@ -23,20 +23,26 @@ class Difference:
     "How much better `a` is than `b`, how sure that is, and how much could have been seen."
 
     difference: float  # mean of a − b over the queries, and over the seeds
-    low: float         # lower end of the 95 % interval
-    high: float        # its upper end
-    p: float | None    # small where a difference of zero is unlikely; None where only one run of each is known
+    low: float  # lower end of the 95 % interval
+    high: float  # its upper end
+    # small where a difference of zero is unlikely; None where only one run of each is known
+    p: float | None
     queries: int
-    seeds: int = 0     # pairs of runs; 0 = two given models, whatever their training
+    seeds: int = 0  # pairs of runs; 0 = two given models, whatever their training
     clusters: int = 0  # packages or documents of the queries; 0 = each by itself
-    detectable: float | None = None  # the true difference that is found in four of five cases; None = not known, or none
+    # the true difference that is found in four of five cases; None = not known, or none
+    detectable: float | None = None
     alternative: str = "two-sided"
     comparisons: int = 1  # as many p are corrected together (Holm)
 
     @property
-    def verdict(self) -> str:  # "ahead", "behind", "level" where zero is possible, "open" where nothing can be said
+    def verdict(
+        self,
+    ) -> str:  # "ahead", "behind", "level" where zero is possible, "open" where nothing can be said
         "What may be said about `a`."
-        if self.seeds and (self.p is None or least_p(self.seeds, self.alternative, self.comparisons) > 0.05):
+        if self.seeds and (
+            self.p is None or least_p(self.seeds, self.alternative, self.comparisons) > 0.05
+        ):
             return "open"
         if self.seeds and self.p > 0.05:
             return "level"
@@ -44,7 +50,11 @@ class Difference:
 
     def words(self, name: str) -> str:
         "The verdict as a sentence on what `a` is or has."
-        says = {"ahead": "{} is ahead", "behind": "{} is behind", "level": "{} makes no difference that can be told from noise"}
+        says = {
+            "ahead": "{} is ahead",
+            "behind": "{} is behind",
+            "level": "{} makes no difference that can be told from noise",
+        }
         return says.get(self.verdict, "no verdict on {}").format(name)
 
     def sure(self, digits: int = 3) -> str:
@@ -59,57 +69,78 @@ class Difference:
 # %% ../../nbs/evaluate/20_significance.ipynb #0df1918a
 def _paired(a, b) -> np.ndarray:
     "The differences of two lists of figures, checked."
-    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    a = np.asarray(a, dtype=np.float64)
+    b = np.asarray(b, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 1 or len(a) < 2:
-        raise InputError(f"a paired bootstrap needs one figure a query from both, for the same two or more queries; got {a.shape} and {b.shape}")
+        raise InputError(
+            "a paired bootstrap needs one figure a query from both, for the same two "
+            f"or more queries; got {a.shape} and {b.shape}"
+        )
     if not np.isfinite(a - b).all():
-        raise InputError(f"query {np.flatnonzero(~np.isfinite(a - b))[0]}: its figure is not finite")
+        raise InputError(
+            f"query {np.flatnonzero(~np.isfinite(a - b))[0]}: its figure is not finite"
+        )
     return a - b
 
 
 def paired_bootstrap(
-    a,                       # (n,) a figure of every query, higher is better
-    b,                       # (n,) the same figure of another model for the same queries
-    samples: int = 10_000,   # how often n queries are drawn
-    seed: int = 0,           # of the draws
+    a,  # (n,) a figure of every query, higher is better
+    b,  # (n,) the same figure of another model for the same queries
+    samples: int = 10_000,  # how often n queries are drawn
+    seed: int = 0,  # of the draws
     cells: int = 4_000_000,  # numbers in memory at a time
 ) -> Difference:
-    "The mean of a − b with its 95 % percentile interval and two-sided p; InputError unless a and b are pairs."
+    """The mean of a − b with its 95 % percentile interval and two-sided p; InputError unless a and
+    b are pairs.
+    """
     differences = _paired(a, b)
-    rng, n = np.random.default_rng(seed), len(differences)
+    rng = np.random.default_rng(seed)
+    n = len(differences)
     rows = max(1, cells // n)
     sizes = [min(rows, samples - start) for start in range(0, samples, rows)]
-    means = np.concatenate([differences[rng.integers(0, n, (size, n))].mean(axis=1) for size in sizes])
+    means = np.concatenate(
+        [differences[rng.integers(0, n, (size, n))].mean(axis=1) for size in sizes]
+    )
     low, high = np.quantile(means, [0.025, 0.975])
     tail = min((means <= 0).sum(), (means >= 0).sum())
     p = min(1.0, 2 * (tail + 1) / (samples + 1))
     seen = (1.959964 + 0.841621) * float(means.std())  # found with power 0.8
-    return Difference(float(differences.mean()), float(low), float(high), float(p), n, detectable=seen)
+    return Difference(
+        float(differences.mean()), float(low), float(high), float(p), n, detectable=seen
+    )
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d762fd60
 def noise(
-    first: float,   # a figure in [0, 1], mean over the queries
+    first: float,  # a figure in [0, 1], mean over the queries
     second: float,  # the same figure of another model
-    queries: int,   # n
+    queries: int,  # n
 ) -> float:
-    "Two standard errors of `first - second`, at most, whatever the covariance: 2 √((min(s, 2 − s) − (p₁ − p₂)²) / n) with s = p₁ + p₂."
+    """Two standard errors of `first - second`, at most, whatever the covariance: 2 √((min(s, 2 − s)
+    − (p₁ − p₂)²) / n) with s = p₁ + p₂.
+    """
     both = first + second
     return 2 * math.sqrt(max(0.0, min(both, 2 - both) - (first - second) ** 2) / queries)
 
 # %% ../../nbs/evaluate/20_significance.ipynb #260d83a7
 def cluster_sums(
     differences: np.ndarray,  # (seeds, queries)
-    clusters: Sequence | None = None,  # (queries,) what each query belongs to; None = each to itself
+    # (queries,) what each query belongs to; None = each to itself
+    clusters: Sequence | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # (seeds, clusters) sums, (clusters,) queries in each
     "Differences summed over the queries of a cluster; InputError unless there are two clusters."
     queries = differences.shape[1]
     labels = range(queries) if clusters is None else clusters
     if len(labels) != queries:
-        raise InputError(f"{len(labels)} clusters are given for {queries} queries; name one for each query")
+        raise InputError(
+            f"{len(labels)} clusters are given for {queries} queries; name one for each query"
+        )
     _, places = np.unique(np.asarray(labels), return_inverse=True)
     sizes = np.bincount(places)
     if len(sizes) < 2:
-        raise InputError("all queries are in one cluster; queries of at least two packages or documents are needed, or none named")
+        raise InputError(
+            "all queries are in one cluster; queries of at least two packages or "
+            "documents are needed, or none named"
+        )
     sums = np.stack([np.bincount(places, row) for row in differences])
     return sums, sizes
 
@@ -118,11 +149,14 @@ def two_level_bootstrap(
     differences: np.ndarray,  # (seeds, queries)
     clusters: Sequence | None = None,  # see `cluster_sums`
     samples: int = 10_000,  # how often seeds and clusters are drawn
-    seed: int = 0,          # of the draws
+    seed: int = 0,  # of the draws
 ) -> np.ndarray:  # (samples,) means
-    "Means over drawn seeds and drawn clusters, one less than there are of each (of one seed, that one)."
+    """Means over drawn seeds and drawn clusters, one less than there are of each (of one seed, that
+    one).
+    """
     sums, sizes = cluster_sums(differences, clusters)
-    rng, (seeds, number) = np.random.default_rng(seed), sums.shape
+    rng = np.random.default_rng(seed)
+    seeds, number = sums.shape
     means = []
     for start in range(0, samples, 1000):
         now = min(1000, samples - start)
@@ -148,11 +182,13 @@ def error_parts(
     differences: np.ndarray,  # (seeds, queries)
     clusters: Sequence | None,
     means: np.ndarray,  # (samples,) of `two_level_bootstrap`
-) -> tuple[float, float, float]:  # standard deviation of a seed, standard error of the queries, degrees of freedom
+    # standard deviation of a seed, standard error of the queries, degrees of freedom
+) -> tuple[float, float, float]:
     "The two parts of what a mean difference may be off by."
     seeds = len(differences)
     spread = float(differences.mean(axis=1).std(ddof=1)) if seeds > 1 else 0.0
-    whole, of_seeds = float(means.var()), spread**2 / seeds
+    whole = float(means.var())
+    of_seeds = spread**2 / seeds
     of_queries = max(0.0, whole - of_seeds)
     number = len(cluster_sums(differences, clusters)[1])
     parts = of_seeds**2 / max(1, seeds - 1) + of_queries**2 / (number - 1)
@@ -168,20 +204,26 @@ def stretched_interval(
     "The 95 % percentile interval, widened as Student's t is wider than the normal distribution."
     low, high = np.quantile(means, [0.025, 0.975])
     wider = t_quantile(0.975, freedom) / 1.959964
-    return float(centre - wider * max(0.0, centre - low)), float(centre + wider * max(0.0, high - centre))
+    return float(centre - wider * max(0.0, centre - low)), float(
+        centre + wider * max(0.0, high - centre)
+    )
 
 # %% ../../nbs/evaluate/20_significance.ipynb #a061262a
 ALTERNATIVES = ("two-sided", "greater", "less")
 
 
 def least_p(seeds: int, alternative: str = "two-sided", comparisons: int = 1) -> float:
-    "The smallest p that an exact sign-flip over so many seeds can give, after Holm's correction for so many comparisons."
+    """The smallest p that an exact sign-flip over so many seeds can give, after Holm's correction
+    for so many comparisons.
+    """
     return min(1.0, comparisons * (2 if alternative == "two-sided" else 1) / 2**seeds)
 
 
 def seeds_needed(alternative: str = "two-sided", comparisons: int = 1, alpha: float = 0.05) -> int:
     "The fewest seeds whose sign-flip can reach `alpha`."
-    return next(seeds for seeds in range(1, 64) if least_p(seeds, alternative, comparisons) <= alpha)
+    return next(
+        seeds for seeds in range(1, 64) if least_p(seeds, alternative, comparisons) <= alpha
+    )
 
 
 @dataclass(frozen=True)
@@ -214,17 +256,28 @@ def sign_flip(
     differences,  # (seeds,) of paired runs
     alternative: str = "two-sided",  # or "greater", "less": fixed before the runs
 ) -> SignFlip:
-    "The exact sign-flip test of a mean of zero; InputError for none or more than 40 differences, or another alternative."
+    """The exact sign-flip test of a mean of zero; InputError for none or more than 40 differences,
+    or another alternative.
+    """
     differences = np.asarray(differences, dtype=np.float64)
     if alternative not in ALTERNATIVES:
         raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
-    if differences.ndim != 1 or not 1 <= len(differences) <= 40 or not np.isfinite(differences).all():
-        raise InputError(f"a sign-flip takes 1 to 40 finite differences, one a seed; got {differences.shape}")
-    seeds, found = len(differences), differences.sum()
+    if (
+        differences.ndim != 1
+        or not 1 <= len(differences) <= 40
+        or not np.isfinite(differences).all()
+    ):
+        raise InputError(
+            f"a sign-flip takes 1 to 40 finite differences, one a seed; got {differences.shape}"
+        )
+    seeds = len(differences)
+    found = differences.sum()
     found = {"two-sided": abs(found), "greater": found, "less": -found}[alternative]
     slack = 1e-9 * np.abs(differences).sum()
-    half, other = _all_sums(differences[: seeds // 2]), np.sort(_all_sums(differences[seeds // 2 :]))
-    reached = (len(other) - np.searchsorted(other, found - slack - half)).sum()  # of all sums, which are half + other
+    half = _all_sums(differences[: seeds // 2])
+    other = np.sort(_all_sums(differences[seeds // 2 :]))
+    # of all sums, which are half + other
+    reached = (len(other) - np.searchsorted(other, found - slack - half)).sum()
     share = float(reached) / 2**seeds
     if alternative == "two-sided":
         share = 1.0 if found <= slack else min(1.0, 2 * share)
@@ -235,7 +288,8 @@ def holm(
     values: Sequence[float],  # p of every comparison
 ) -> list[float]:  # in the same order
     "Holm's adjusted p."
-    adjusted, largest = [0.0] * len(values), 0.0
+    adjusted = [0.0] * len(values)
+    largest = 0.0
     for place, i in enumerate(np.argsort(values, kind="stable")):
         largest = max(largest, min(1.0, (len(values) - place) * float(values[i])))
         adjusted[i] = largest
@@ -258,9 +312,13 @@ def detectable_difference(
     if least_p(seeds, alternative, comparisons) > 0.05:
         return math.inf
     error = math.sqrt(spread**2 / seeds + query_error**2)
-    rng, wide = np.random.default_rng(0), t_quantile(0.975, freedom)
-    drawn = spread * rng.standard_normal((2000, seeds)) + query_error * rng.standard_normal((2000, 1))
-    low, high = 0.0, 100 * error
+    rng = np.random.default_rng(0)
+    wide = t_quantile(0.975, freedom)
+    drawn = spread * rng.standard_normal((2000, seeds)) + query_error * rng.standard_normal(
+        (2000, 1)
+    )
+    low = 0.0
+    high = 100 * error
     for _ in range(16):
         middle = (low + high) / 2
         enough = _found(drawn + middle, query_error, wide, alternative, comparisons).mean() >= power
@@ -268,9 +326,14 @@ def detectable_difference(
     return high
 
 
-def _found(differences, query_error, wide, alternative, comparisons) -> np.ndarray:  # (experiments,) bool
-    "In which of many experiments, (experiments, seeds), the verdict would be `ahead` (or `behind`, by its mirror image)."
-    seeds, centre = differences.shape[1], differences.mean(axis=1)
+def _found(
+    differences, query_error, wide, alternative, comparisons
+) -> np.ndarray:  # (experiments,) bool
+    """In which of many experiments, (experiments, seeds), the verdict would be `ahead` (or
+    `behind`, by its mirror image).
+    """
+    seeds = differences.shape[1]
+    centre = differences.mean(axis=1)
     error = np.sqrt(differences.var(axis=1, ddof=1) / seeds + query_error**2)
     clear = centre > wide * error
     if seeds > 10:  # the interval decides there
@@ -278,13 +341,15 @@ def _found(differences, query_error, wide, alternative, comparisons) -> np.ndarr
     signs = 1 - 2.0 * (np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1)
     sums = differences @ signs.T
     sums = np.abs(sums) if alternative == "two-sided" else sums
-    share = (sums >= seeds * centre[:, None] - 1e-9 * np.abs(differences).sum(axis=1, keepdims=True)).mean(axis=1)
+    share = (
+        sums >= seeds * centre[:, None] - 1e-9 * np.abs(differences).sum(axis=1, keepdims=True)
+    ).mean(axis=1)
     return clear & (share * comparisons <= 0.05)
 
 # %% ../../nbs/evaluate/20_significance.ipynb #88e02fdb
 def upper_spread(
     spread: float,  # standard deviation of the differences, as estimated
-    seeds: int,     # from so many, 2 or more
+    seeds: int,  # from so many, 2 or more
 ) -> float:
     "A standard deviation that the true one is below in four of five cases."
     freedom = seeds - 1
@@ -294,8 +359,13 @@ def upper_spread(
 
 # %% ../../nbs/evaluate/20_significance.ipynb #3b7186dd
 def what_it_rests_on(found: Difference, digits: int = 3) -> str:
-    "Interval, p and the detectable difference in words; of one run an arm, how far runs of this size differ anyway."
-    number = lambda value: f"{value:+.{digits}f}"
+    """Interval, p and the detectable difference in words; of one run an arm, how far runs of this
+    size differ anyway.
+    """
+
+    def number(value):
+        return f"{value:+.{digits}f}"
+
     size = None if found.detectable is None else f"{found.detectable:.{digits}f}"
     if found.seeds and found.p is None:
         runs = "one run an arm" if found.seeds == 1 else "only means are known"
@@ -309,55 +379,86 @@ def what_it_rests_on(found: Difference, digits: int = 3) -> str:
         return f"95 % interval over {over}: {number(found.low)} to {number(found.high)}; {size} would be found in four of five cases"
     several = f", Holm's for {found.comparisons}" if found.comparisons > 1 else ""
     sided = f"{found.alternative} p = {found.p:.2g}{several}"
-    parts = [f"95 % interval over {found.seeds} seeds and {over}: {number(found.low)} to {number(found.high)}", sided]
+    parts = [
+        f"95 % interval over {found.seeds} seeds and {over}: {number(found.low)} to "
+        f"{number(found.high)}",
+        sided,
+    ]
     if found.verdict == "open":
         enough = seeds_needed(found.alternative, found.comparisons)
-        return "; ".join([*parts, f"{found.seeds} seeds cannot give p of 0.05 or less, whatever they show; {enough} can"])
+        return "; ".join(
+            [
+                *parts,
+                f"{found.seeds} seeds cannot give p of 0.05 or less, whatever "
+                f"they show; {enough} can",
+            ]
+        )
     return "; ".join([*parts, f"{size} would be found in four of five cases"])
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d2b49422
 def compare_runs(
     a,  # (seeds, queries) a figure of every query, higher is better; or (queries,)
-    b,  # the same of what it is held against, a row a seed in the same order; or (queries,) where it has no seeds
+    # the same of what it is held against, a row a seed in the same order; or (queries,) where it
+    # has no seeds
+    b,
     clusters: Sequence | None = None,  # (queries,) package or document of each
-    alternative: str = "two-sided",    # see `sign_flip`
-    comparisons: int = 1,              # that are corrected together; `compare_with` does it
-    samples: int = 10_000,             # see `two_level_bootstrap`
+    alternative: str = "two-sided",  # see `sign_flip`
+    comparisons: int = 1,  # that are corrected together; `compare_with` does it
+    samples: int = 10_000,  # see `two_level_bootstrap`
 ) -> Difference:
-    "Two ways of training, by pairs of runs; without a verdict where there is one pair. InputError unless they are pairs."
-    a, b = np.atleast_2d(np.asarray(a, dtype=np.float64)), np.atleast_2d(np.asarray(b, dtype=np.float64))
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or (len(a) != len(b) and min(len(a), len(b)) != 1):
-        raise InputError(f"runs are compared by pairs, one figure for each of the same queries; got {a.shape} and {b.shape}")
+    """Two ways of training, by pairs of runs; without a verdict where there is one pair. InputError
+    unless they are pairs.
+    """
+    a = np.atleast_2d(np.asarray(a, dtype=np.float64))
+    b = np.atleast_2d(np.asarray(b, dtype=np.float64))
+    if (
+        a.ndim != 2
+        or b.ndim != 2
+        or a.shape[1] != b.shape[1]
+        or (len(a) != len(b) and min(len(a), len(b)) != 1)
+    ):
+        raise InputError(
+            "runs are compared by pairs, one figure for each of the same queries; "
+            f"got {a.shape} and {b.shape}"
+        )
     differences = a - b
     if not np.isfinite(differences).all():
-        raise InputError(f"query {np.argwhere(~np.isfinite(differences))[0][1]}: its figure is not finite")
+        raise InputError(
+            f"query {np.argwhere(~np.isfinite(differences))[0][1]}: its figure is not finite"
+        )
     means = two_level_bootstrap(differences, clusters, samples)
     spread, error, freedom = error_parts(differences, clusters, means)
-    centre, seeds = float(differences.mean()), len(differences)
+    centre = float(differences.mean())
+    seeds = len(differences)
     low, high = stretched_interval(means, centre, freedom)
     p = sign_flip(differences.mean(axis=1), alternative).p if seeds > 1 else None
     spread = upper_spread(spread, seeds) if seeds > 1 else spread
     seen = detectable_difference(seeds, spread, error, freedom, alternative, comparisons)
     number = 0 if clusters is None else len(set(clusters))
     seen = None if math.isinf(seen) else seen
-    return Difference(centre, low, high, p, differences.shape[1], seeds, number, seen, alternative, comparisons)
+    return Difference(
+        centre, low, high, p, differences.shape[1], seeds, number, seen, alternative, comparisons
+    )
 
 
 def compare_with(
     arms: Mapping,  # name → (seeds, queries), see `compare_runs`
-    reference,      # what all of them are held against
+    reference,  # what all of them are held against
     clusters: Sequence | None = None,
     alternative: str = "two-sided",
 ) -> dict[str, Difference]:
     "Several arms against one; p is Holm's."
-    found = {name: compare_runs(figures, reference, clusters, alternative, len(arms)) for name, figures in arms.items()}
+    found = {
+        name: compare_runs(figures, reference, clusters, alternative, len(arms))
+        for name, figures in arms.items()
+    }
     tested = [name for name in found if found[name].p is not None]
     adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
     return {name: replace(one, p=adjusted.get(name)) for name, one in found.items()}
 
 # %% ../../nbs/evaluate/20_significance.ipynb #576a7f19
 def compare_means(
-    first: float,   # a figure in [0, 1], mean over the queries
+    first: float,  # a figure in [0, 1], mean over the queries
     second: float,  # the same figure of another model
     queries: int | None,  # None = not recorded
     seeds: int = 1,
@@ -366,4 +467,12 @@ def compare_means(
     difference = first - second
     error = noise(first, second, queries) / 2 if queries else math.inf
     seen = (1.96 + 0.8416) * error if queries else None
-    return Difference(difference, difference - 2 * error, difference + 2 * error, None, queries or 0, max(1, seeds), detectable=seen)
+    return Difference(
+        difference,
+        difference - 2 * error,
+        difference + 2 * error,
+        None,
+        queries or 0,
+        max(1, seeds),
+        detectable=seen,
+    )

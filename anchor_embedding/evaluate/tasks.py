@@ -31,7 +31,9 @@ from ..model.text import clean as clean_text
 # %% ../../nbs/evaluate/30_tasks.ipynb #c428fde8
 def _resource(name: str) -> list[dict]:
     "The rows of a table that is shipped with the package."
-    with (files("anchor_embedding") / "resources" / name).open(encoding="utf-8", newline="") as file:
+    with (files("anchor_embedding") / "resources" / name).open(
+        encoding="utf-8", newline=""
+    ) as file:
         return list(csv.DictReader(file))
 
 
@@ -46,9 +48,14 @@ def split_names(
 ) -> list[str]:
     "The names in order, each once. Raises `InputError` when there is none."
     listed = [names] if isinstance(names, str) else list(names)
-    found = [name.strip() for text in listed for name in re.split(r",(?![^(]*\))", text) if name.strip()]
+    found = [
+        name.strip() for text in listed for name in re.split(r",(?![^(]*\))", text) if name.strip()
+    ]
     if not found:
-        raise InputError("no task is named; name tasks, a set of them (subset15, NanoBEIR) or a benchmark of mteb")
+        raise InputError(
+            "no task is named; name tasks, a set of them (subset15, NanoBEIR) or a "
+            "benchmark of mteb"
+        )
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #0d6ffaa4
@@ -64,7 +71,11 @@ def _english() -> dict:
 def _unknown(name: str, known, kind: str = "task or task set") -> InputError:
     "The error for a name that is not there, with the nearest ones."
     same = [other for other in known if other.lower() == name.lower()]
-    near = same or difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(name.lower(), known, 3, 0.3)
+    near = (
+        same
+        or difflib.get_close_matches(name, known, 3, 0.5)
+        or difflib.get_close_matches(name.lower(), known, 3, 0.3)
+    )
     offer = f"; did you mean {', '.join(f'`{other}`' for other in near)}?" if near else ""
     return InputError(f"no {kind} is called {name!r}{offer}")
 
@@ -82,14 +93,18 @@ def _expand(name: str) -> list:
             return find()
         except KeyError:
             continue
-    known = [task.metadata.name for task in mteb.get_tasks()] + [benchmark.name for benchmark in mteb.get_benchmarks()]
+    known = [task.metadata.name for task in mteb.get_tasks()] + [
+        benchmark.name for benchmark in mteb.get_benchmarks()
+    ]
     raise _unknown(name, ["subset15", *known])
 
 
 def find_tasks(
     names: str | Sequence[str],  # see `split_names`
 ) -> list:  # of mteb's task objects, in order, each once
-    "The tasks of sets, benchmarks and single names. Raises `InputError` with the nearest names for one that is unknown."
+    """The tasks of sets, benchmarks and single names. Raises `InputError` with the nearest names
+    for one that is unknown.
+    """
     found = {task.metadata.name: task for name in split_names(names) for task in _expand(name)}
     return list(found.values())
 
@@ -113,7 +128,11 @@ def prompt_wording(
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #e081a376
 _VARIANT = re.compile(r"^nano|\.v\d+$|hardnegatives|hierarchical|retrieval|summarization|-2017$")
-_KIN = {"askubuntuduppairs": "askubuntudupquestions", "hotpotqadistractor": "hotpotqa", "stackoverflowshorttext": "stackexchangeclustering"}
+_KIN = {
+    "askubuntuduppairs": "askubuntudupquestions",
+    "hotpotqadistractor": "hotpotqa",
+    "stackoverflowshorttext": "stackexchangeclustering",
+}
 
 
 def _key(name: str) -> str:
@@ -124,7 +143,9 @@ def _key(name: str) -> str:
 
 @cache
 def _paper_instructions() -> dict[str, str]:
-    return {_key(row["task"]): row["instruction"] for row in _resource("evaluation_instructions.csv")}
+    return {
+        _key(row["task"]): row["instruction"] for row in _resource("evaluation_instructions.csv")
+    }
 
 
 def paper_instruction(
@@ -171,7 +192,8 @@ def _mteb_instruction(metadata, side: str | None, generic: bool) -> str:
 class Asking:
     "How the texts of tasks are given to a model."
 
-    prompts: str  # "paper", "mteb", "as_released", "none", or "file": the table that it was trained with
+    # "paper", "mteb", "as_released", "none", or "file": the table that it was trained with
+    prompts: str
     trained_with: str | None = None  # the same words; None = nobody knows
     table: dict[str, str] | None = None  # of "file": task, in lower case → its instruction
     symmetric: frozenset[str] = frozenset()  # of "file": tasks whose documents get it too
@@ -199,18 +221,26 @@ class Asking:
 # %% ../../nbs/evaluate/30_tasks.ipynb #0cc9c941
 def find_asking(
     prompts: str = "auto",  # one of `PROMPTS`
-    trained: str | Mapping | None = None,  # what is saved with a model as `instructions`; None = nothing
+    # what is saved with a model as `instructions`; None = nothing
+    trained: str | Mapping | None = None,
 ) -> Asking:
     "How a model is asked that was trained so. Raises `InputError`."
     from_file = isinstance(trained, Mapping)
-    if not (trained in (None, "none", "paper", "as_released") or (from_file and "table" in trained)):
-        raise InputError(f"the model is said to be trained with instructions = {trained!r}, which is not known here; save it again")
+    if not (
+        trained in (None, "none", "paper", "as_released") or (from_file and "table" in trained)
+    ):
+        raise InputError(
+            f"the model is said to be trained with instructions = {trained!r}, which "
+            "is not known here; save it again"
+        )
     known = "file" if from_file else trained
     if check_prompts(prompts) != "auto":
         return Asking(prompts, known, generic=prompts == "mteb")
     if from_file:
         table = {name.lower(): choices[0] for name, choices in trained["table"].items()}
-        return Asking("file", known, table, frozenset(name.lower() for name in trained.get("symmetric", ())))
+        return Asking(
+            "file", known, table, frozenset(name.lower() for name in trained.get("symmetric", ()))
+        )
     return Asking(known or "mteb", known)
 
 
@@ -244,7 +274,9 @@ def _file(folder: Path, stem: str, kind: str, ends=(".jsonl", ".jsonl.gz")) -> P
     for end in ends:
         if (path := folder / f"{stem}{end}").is_file():
             return path
-    raise InputError(f"{folder} has no {stem}{ends[0]} (or {ends[1]}), which a {kind} task needs; add it")
+    raise InputError(
+        f"{folder} has no {stem}{ends[0]} (or {ends[1]}), which a {kind} task needs; add it"
+    )
 
 
 def _is_text(value) -> bool:
@@ -267,11 +299,19 @@ def _are_labels(value) -> bool:
     return isinstance(value, list) and all(map(_is_label, value))
 
 
-_WHAT = {_is_text: "a text", _is_number: "a finite number", _is_label: "a label", _are_texts: "a list of texts", _are_labels: "a list of labels"}
+_WHAT = {
+    _is_text: "a text",
+    _is_number: "a finite number",
+    _is_label: "a label",
+    _are_texts: "a list of texts",
+    _are_labels: "a list of labels",
+}
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #22e8da67
 def _rows(path: Path, fields: dict[str, Callable]):
-    "Pairs (where, row) of a file whose rows have these fields. Raises `InputError` naming file, line and remedy."
+    """Pairs (where, row) of a file whose rows have these fields. Raises `InputError` naming file,
+    line and remedy.
+    """
     empty = True
     for where, row in _jsonl_rows(path):
         empty = False
@@ -279,9 +319,15 @@ def _rows(path: Path, fields: dict[str, Callable]):
             raise InputError(f"{where}: {row}")
         for name, fits in fields.items():
             if not isinstance(row, dict) or name not in row:
-                raise InputError(f"{where}: the row has no {name!r}; every row of {path.name} needs {', '.join(fields)}")
+                raise InputError(
+                    f"{where}: the row has no {name!r}; every row of {path.name} "
+                    f"needs {', '.join(fields)}"
+                )
             if not fits(row[name]):
-                raise InputError(f"{where}: {name!r} must be {_WHAT[fits]}, but it is {str(row[name])[:40]!r}; correct it")
+                raise InputError(
+                    f"{where}: {name!r} must be {_WHAT[fits]}, but it is "
+                    f"{str(row[name])[:40]!r}; correct it"
+                )
         yield where, row
     if empty:
         raise InputError(f"{path} is empty; a task needs at least one row")
@@ -307,7 +353,10 @@ def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
                 found.setdefault(query, {})[document] = int(score)
             except ValueError:
                 if line.strip() and number > 1:  # the first line is a header
-                    raise InputError(f"{path}:{number}: a line must be query id, document id and a whole number, with tabs between") from None
+                    raise InputError(
+                        f"{path}:{number}: a line must be query id, document id and a "
+                        "whole number, with tabs between"
+                    ) from None
     if not found:
         raise InputError(f"{path} judges no query; add lines of query id, document id and score")
     return found
@@ -315,7 +364,9 @@ def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
 
 def _unique(path: Path, seen: dict, where: str, name: str) -> None:
     if name in seen:
-        raise InputError(f"{where}: the id {name!r} stands in {path.name} twice; give every row its own")
+        raise InputError(
+            f"{where}: the id {name!r} stands in {path.name} twice; give every row its own"
+        )
     seen[name] = None
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #bec3423c
@@ -323,11 +374,16 @@ def _read_retrieval(folder: Path, kind: str) -> dict:
     "The corpus, the judged queries and their relevant documents, as columns."
     corpus_file, query_file = (_file(folder, stem, kind) for stem in ("corpus", "queries"))
     qrels_file = _file(folder, "qrels", kind, (".tsv", ".tsv.gz"))
-    judged, corpus, queries = _read_qrels(qrels_file), {"id": {}, "title": [], "text": []}, {"id": {}, "text": []}
+    judged = _read_qrels(qrels_file)
+    corpus = {"id": {}, "title": [], "text": []}
+    queries = {"id": {}, "text": []}
     for where, row in _rows(corpus_file, {"_id": _is_label, "text": _is_text}):
         _unique(corpus_file, corpus["id"], where, str(row["_id"]))
         if not isinstance(row.get("title") or "", str):
-            raise InputError(f"{where}: 'title' must be a text, but it is {str(row['title'])[:40]!r}; correct it or leave it out")
+            raise InputError(
+                f"{where}: 'title' must be a text, but it is "
+                f"{str(row['title'])[:40]!r}; correct it or leave it out"
+            )
         corpus["title"].append(clean_text(row.get("title") or ""))
         corpus["text"].append(clean_text(row["text"]))
     for where, row in _rows(query_file, {"_id": _is_label, "text": _is_text}):
@@ -336,32 +392,58 @@ def _read_retrieval(folder: Path, kind: str) -> dict:
             queries["text"].append(clean_text(row["text"]))
     for query, documents in judged.items():
         if query not in queries["id"]:
-            raise InputError(f"{qrels_file}: query {query!r} is not in {query_file.name}; add it or remove its lines")
+            raise InputError(
+                f"{qrels_file}: query {query!r} is not in {query_file.name}; add it "
+                "or remove its lines"
+            )
         if not any(score > 0 and document in corpus["id"] for document, score in documents.items()):
-            raise InputError(f"{qrels_file}: query {query!r} has no relevant document in {corpus_file.name}; add one or remove its lines")
+            raise InputError(
+                f"{qrels_file}: query {query!r} has no relevant document in "
+                f"{corpus_file.name}; add one or remove its lines"
+            )
     named = [{**columns, "id": list(columns["id"])} for columns in (corpus, queries)]
-    return dict(zip(("corpus", "queries"), named, strict=True)) | {"relevant_docs": judged, "top_ranked": None}
+    return dict(zip(("corpus", "queries"), named, strict=True)) | {
+        "relevant_docs": judged,
+        "top_ranked": None,
+    }
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #d551d65e
 def _read_reranking(folder: Path, kind: str) -> dict:
     "The candidates of all queries as one corpus, with the list that belongs to each."
     path = _file(folder, "test", kind)
-    corpus, queries, relevant, ranked = {"id": [], "title": [], "text": []}, {"id": [], "text": []}, {}, {}
-    for number, (where, row) in enumerate(_rows(path, {"query": _is_text, "positive": _are_texts, "negative": _are_texts})):
+    corpus = {"id": [], "title": [], "text": []}
+    queries = {"id": [], "text": []}
+    relevant = {}
+    ranked = {}
+    for number, (where, row) in enumerate(
+        _rows(path, {"query": _is_text, "positive": _are_texts, "negative": _are_texts})
+    ):
         query = f"test_query{number}"
         if not row["positive"]:
-            raise InputError(f"{where}: the query has no positive document; add one or remove the row")
+            raise InputError(
+                f"{where}: the query has no positive document; add one or remove the row"
+            )
         if not row["negative"]:
             continue
-        ids = {f"{'a' * (name == 'positive')}{name}_{query}_{i:05}": text for name in ("positive", "negative") for i, text in enumerate(row[name])}
+        ids = {
+            f"{'a' * (name == 'positive')}{name}_{query}_{i:05}": text
+            for name in ("positive", "negative")
+            for i, text in enumerate(row[name])
+        }
         queries["id"].append(query)
         queries["text"].append(clean_text(row["query"]))
         corpus["id"] += ids
         corpus["title"] += [""] * len(ids)
         corpus["text"] += map(clean_text, ids.values())
-        ranked[query], relevant[query] = list(ids), {name: int(name.startswith("a")) for name in ids}
+        ranked[query], relevant[query] = (
+            list(ids),
+            {name: int(name.startswith("a")) for name in ids},
+        )
     if not ranked:
-        raise InputError(f"{path}:1: no query has a negative document, so there is nothing to rank; add negatives")
+        raise InputError(
+            f"{path}:1: no query has a negative document, so there is nothing to "
+            "rank; add negatives"
+        )
     return {"corpus": corpus, "queries": queries, "relevant_docs": relevant, "top_ranked": ranked}
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #32133d26
@@ -369,7 +451,10 @@ def _read_sts(folder: Path, kind: str) -> dict:
     path = _file(folder, "pairs", kind)
     found = _columns(path, sentence1=_is_text, sentence2=_is_text, score=_is_number)
     if len(set(found["score"])) < 2:
-        raise InputError(f"{path}:1: all scores are {found['score'][0]}, with which nothing correlates; it needs rows of at least two scores")
+        raise InputError(
+            f"{path}:1: all scores are {found['score'][0]}, with which nothing "
+            "correlates; it needs rows of at least two scores"
+        )
     return found
 
 
@@ -377,8 +462,15 @@ def _read_pairs(folder: Path, kind: str) -> dict:
     path = _file(folder, "test", kind)
     found = _columns(path, sentence1=_is_text, sentence2=_is_text, label=_is_label)
     if set(found["label"]) != {0, 1}:
-        raise InputError(f"{path}: the labels must be 0 and 1, both of them; they are {sorted(map(str, set(found['label'])))[:5]}")
-    return {"sentence1": found["sentence1"], "sentence2": found["sentence2"], "labels": found["label"]}
+        raise InputError(
+            f"{path}: the labels must be 0 and 1, both of them; they are "
+            f"{sorted(map(str, set(found['label'])))[:5]}"
+        )
+    return {
+        "sentence1": found["sentence1"],
+        "sentence2": found["sentence2"],
+        "labels": found["label"],
+    }
 
 
 def _read_clustering(folder: Path, kind: str) -> dict:
@@ -386,23 +478,37 @@ def _read_clustering(folder: Path, kind: str) -> dict:
     found = {"sentences": [], "labels": []}
     for where, row in _rows(path, {"sentences": _are_texts, "labels": _are_labels}):
         if not row["sentences"] or len(row["sentences"]) != len(row["labels"]):
-            raise InputError(f"{where}: {len(row['sentences'])} sentences and {len(row['labels'])} labels; give every sentence one")
+            raise InputError(
+                f"{where}: {len(row['sentences'])} sentences and {len(row['labels'])} "
+                "labels; give every sentence one"
+            )
         found["sentences"].append(list(map(clean_text, row["sentences"])))
         found["labels"].append(row["labels"])
     return found
 
 
 def _read_classification(folder: Path, kind: str) -> dict:
-    train, test = (_columns(_file(folder, part, kind), text=_is_text, label=_is_label) for part in ("train", "test"))
+    train, test = (
+        _columns(_file(folder, part, kind), text=_is_text, label=_is_label)
+        for part in ("train", "test")
+    )
     if strangers := set(test["label"]) - set(train["label"]):
-        raise InputError(f"{folder}: label {min(strangers, key=str)!r} of test is not in train; add examples of it or remove its rows")
+        raise InputError(
+            f"{folder}: label {min(strangers, key=str)!r} of test is not in train; "
+            "add examples of it or remove its rows"
+        )
     return {"train": train, "test": test}
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #5b96803f
 READERS = {
     "retrieval": (_read_retrieval, "Retrieval", "AbsTaskRetrieval", "ndcg_at_10"),
     "sts": (_read_sts, "STS", "AbsTaskSTS", "cosine_spearman"),
-    "pairclassification": (_read_pairs, "PairClassification", "AbsTaskPairClassification", "max_ap"),
+    "pairclassification": (
+        _read_pairs,
+        "PairClassification",
+        "AbsTaskPairClassification",
+        "max_ap",
+    ),
     "reranking": (_read_reranking, "Reranking", "AbsTaskRetrieval", "map_at_1000"),
     "clustering": (_read_clustering, "Clustering", "AbsTaskClusteringLegacy", "v_measure"),
     "classification": (_read_classification, "Classification", "AbsTaskClassification", "accuracy"),
@@ -413,11 +519,15 @@ _STEMS = ("corpus", "queries", "qrels", "pairs", "train", "test")
 
 def _task_files(folder: Path) -> list[Path]:
     "The files that a task is read from."
-    return sorted(path for path in folder.iterdir() if path.name.split(".")[0] in _STEMS and path.is_file())
+    return sorted(
+        path for path in folder.iterdir() if path.name.split(".")[0] in _STEMS and path.is_file()
+    )
 
 
 def _kind(folder: Path) -> str:
-    "What kind of task a folder holds: by the name of the folder around it, else by its files. Raises `InputError`."
+    """What kind of task a folder holds: by the name of the folder around it, else by its files.
+    Raises `InputError`.
+    """
     if (kind := folder.parent.name) in READERS:
         return kind
     stems = {path.name.split(".")[0] for path in _task_files(folder)}
@@ -427,14 +537,23 @@ def _kind(folder: Path) -> str:
         return "sts" if "pairs" in stems else "classification"
     path = _file(folder, "test", "local")
     row = next((row for _, row in _rows(path, {})), {})
-    for field, kind in (("sentences", "clustering"), ("positive", "reranking"), ("sentence1", "pairclassification")):
+    for field, kind in (
+        ("sentences", "clustering"),
+        ("positive", "reranking"),
+        ("sentence1", "pairclassification"),
+    ):
         if field in row:
             return kind
-    raise InputError(f"{path}:1: its fields {', '.join(map(str, row))} belong to no kind of task; put the folder into one of {', '.join(READERS)}")
+    raise InputError(
+        f"{path}:1: its fields {', '.join(map(str, row))} belong to no kind of task; "
+        f"put the folder into one of {', '.join(READERS)}"
+    )
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #eedce137
 def _about(folder: Path) -> dict:
-    "What `meta.json` says of a task: `note`, `instruction`, `subset` are read. Raises `InputError` when it is no JSON object."
+    """What `meta.json` says of a task: `note`, `instruction`, `subset` are read. Raises
+    `InputError` when it is no JSON object.
+    """
     path = folder / "meta.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -447,10 +566,15 @@ def _about(folder: Path) -> dict:
 
 def _subset(real, folder: Path) -> str:
     "Which subset of mteb's task the data are. Raises `InputError` when nothing tells."
-    found = _about(folder).get("subset") or (real.hf_subsets[0] if len(real.hf_subsets) == 1 else None)
+    found = _about(folder).get("subset") or (
+        real.hf_subsets[0] if len(real.hf_subsets) == 1 else None
+    )
     if found not in real.metadata.hf_subsets:
         some = ", ".join(real.metadata.hf_subsets[:5])
-        raise InputError(f'{folder}: {folder.name} has several subsets in mteb ({some}, …); name one in meta.json as "subset"')
+        raise InputError(
+            f"{folder}: {folder.name} has several subsets in mteb ({some}, …); name "
+            'one in meta.json as "subset"'
+        )
     return found
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #de876164
@@ -482,20 +606,25 @@ def _local_task(folder: Path):
     "A folder as a task object of mteb; its data are read when mteb asks for them."
     import mteb.abstasks
 
-    kind, name = _kind(folder), folder.name
+    kind = _kind(folder)
+    name = folder.name
     _, kind_name, base, _ = READERS[kind]
     dataset = {"path": f"local/{name}", "revision": data_fingerprint(folder)}
-    real, abstract = _real_task(name), getattr(mteb.abstasks, base)
+    real = _real_task(name)
+    abstract = getattr(mteb.abstasks, base)
     if real is None:
-        bases, metadata = (abstract,), _new_metadata(name, kind, folder, dataset)
+        bases = (abstract,)
+        metadata = _new_metadata(name, kind, folder, dataset)
     elif real.metadata.type != kind_name or not isinstance(real, abstract):
         its = f"{real.metadata.type} task ({type(real).__mro__[1].__name__})"
         raise InputError(f"{folder}: {name} is a {its} in mteb; give your {kind} task another name")
     else:
-        bases, metadata = (type(real),), real.metadata.model_copy(update={"dataset": dataset})
+        bases = (type(real),)
+        metadata = real.metadata.model_copy(update={"dataset": dataset})
     made = type(name, bases, {"metadata": metadata, "load_data": _load_data, "folder": folder})()
     if real is not None:
-        made.hf_subsets, made._eval_splits = [_subset(real, folder)], real.eval_splits[:1]
+        made.hf_subsets = [_subset(real, folder)]
+        made._eval_splits = real.eval_splits[:1]
     return made
 
 
@@ -511,42 +640,73 @@ def _as_dataset(task, kind: str, read: dict) -> dict:
     "What was read, in the layout that mteb's evaluators expect."
     from datasets import Dataset, DatasetDict
 
-    (subset, *_), (split, *_) = task.hf_subsets, task.eval_splits
+    subset, *_ = task.hf_subsets
+    split, *_ = task.eval_splits
     if kind in ("retrieval", "reranking"):
-        return {subset: {split: {**read, **{part: Dataset.from_dict(read[part]) for part in ("corpus", "queries")}}}}
+        return {
+            subset: {
+                split: {
+                    **read,
+                    **{part: Dataset.from_dict(read[part]) for part in ("corpus", "queries")},
+                }
+            }
+        }
     if kind == "classification":
         named = {task.train_split: read["train"], split: read["test"]}
         fields = {"text": task.input_column_name, "label": task.label_column_name}
-        made = {part: {fields[name]: column for name, column in columns.items()} for part, columns in named.items()}
+        made = {
+            part: {fields[name]: column for name, column in columns.items()}
+            for part, columns in named.items()
+        }
     else:
         made = {split: read}
-    return {subset: DatasetDict({part: Dataset.from_dict(columns) for part, columns in made.items()})}
+    return {
+        subset: DatasetDict({part: Dataset.from_dict(columns) for part, columns in made.items()})
+    }
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #c9de040c
 def _task_folders(folder: Path) -> dict[str, Path]:
-    "Name → folder of every task in a folder. Raises `InputError` when there is none, or one name twice."
+    """Name → folder of every task in a folder. Raises `InputError` when there is none, or one name
+    twice.
+    """
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; name the folder that holds your tasks")
     found: dict[str, Path] = {}
-    inner = [path for kind in READERS if (folder / kind).is_dir() for path in (folder / kind).iterdir()]
+    inner = [
+        path for kind in READERS if (folder / kind).is_dir() for path in (folder / kind).iterdir()
+    ]
     for path in sorted([*(path for path in folder.iterdir() if path.name not in READERS), *inner]):
-        if path.is_dir() and not path.name.startswith(".") and (path.parent.name in READERS or _task_files(path)):
+        if (
+            path.is_dir()
+            and not path.name.startswith(".")
+            and (path.parent.name in READERS or _task_files(path))
+        ):
             if path.name in found:
-                raise InputError(f"{folder} holds two tasks called {path.name}: {found[path.name]} and {path}; rename one")
+                raise InputError(
+                    f"{folder} holds two tasks called {path.name}: {found[path.name]} "
+                    f"and {path}; rename one"
+                )
             found[path.name] = path
     if not found:
-        raise InputError(f"{folder} holds no task; each is a folder of its own, like {folder / 'retrieval' / 'SciFact'}")
+        raise InputError(
+            f"{folder} holds no task; each is a folder of its own, like "
+            f"{folder / 'retrieval' / 'SciFact'}"
+        )
     return found
 
 
 def _local_names(names: str | Sequence[str], found: dict[str, Path]) -> list[str]:
-    "Names of a folder's tasks as they are, the others as sets of mteb. Raises `InputError` for one that nobody knows."
+    """Names of a folder's tasks as they are, the others as sets of mteb. Raises `InputError` for
+    one that nobody knows.
+    """
 
     def of(name):
         try:
             return [name] if name in found else [task.metadata.name for task in _expand(name)]
         except InputError as error:
-            near = [other for other in found if other.lower() == name.lower()] or difflib.get_close_matches(name, found, 1, 0.7)
+            near = [
+                other for other in found if other.lower() == name.lower()
+            ] or difflib.get_close_matches(name, found, 1, 0.7)
             raise _unknown(name, found) if near else error from None
 
     return list(dict.fromkeys(task for name in split_names(names) for task in of(name)))
@@ -563,9 +723,12 @@ def _task_or_error(name: str, found: dict[str, Path], data_dir: Path):
 
 def open_tasks(
     names: str | Sequence[str] | None,  # see `split_names`; None = all of `data_dir`
-    data_dir: str | os.PathLike | None = None,  # holds a folder for each task; None = data of the hub
+    # holds a folder for each task; None = data of the hub
+    data_dir: str | os.PathLike | None = None,
 ) -> dict:  # name → mteb's task object, or the InputError that says why there is none
-    "The tasks that names stand for. Raises `InputError` for a name that nobody knows, with the nearest ones."
+    """The tasks that names stand for. Raises `InputError` for a name that nobody knows, with the
+    nearest ones.
+    """
     if data_dir is None:
         return {task.metadata.name: task for task in find_tasks(names or ())}
     found = _task_folders(Path(data_dir))
@@ -577,7 +740,9 @@ def local_tasks(
     folder: str | os.PathLike,  # holds a folder for each task
     names: str | Sequence[str] | None = None,  # see `split_names`; None = all that are there
 ) -> list:  # of mteb's task objects
-    "Tasks read from plain files. Raises `InputError` for the first one that is not there or cannot be read."
+    """Tasks read from plain files. Raises `InputError` for the first one that is not there or
+    cannot be read.
+    """
     opened = list(open_tasks(names, folder).values())
     for task in opened:
         if isinstance(task, InputError):
@@ -596,7 +761,9 @@ def _plain_size(path: Path) -> int:
 
 def _known_size(statistics: dict) -> int:
     "Characters in one split of a task, as mteb has counted them: the sum of its texts' statistics."
-    parts = [value for key, value in statistics.items() if "text" in key and isinstance(value, dict)]
+    parts = [
+        value for key, value in statistics.items() if "text" in key and isinstance(value, dict)
+    ]
     return sum(part.get("total_text_length", 0) for part in parts)
 
 
@@ -605,10 +772,14 @@ def task_size(
 ) -> int:
     "About how many characters a task has its model encode; 0 where nobody knows."
     if folder := getattr(task, "folder", None):
-        return sum(_plain_size(path) for path in _task_files(folder) if path.name.split(".")[0] != "train")
-    if parts := getattr(task.metadata, "tasks", None):  # a task of several, like CQADupstackRetrieval
+        return sum(
+            _plain_size(path) for path in _task_files(folder) if path.name.split(".")[0] != "train"
+        )
+    # a task of several, like CQADupstackRetrieval
+    if parts := getattr(task.metadata, "tasks", None):
         return sum(map(task_size, parts))
-    statistics, total = task.metadata.descriptive_stats or {}, 0
+    statistics = task.metadata.descriptive_stats or {}
+    total = 0
     for split in task.eval_splits:
         inner = statistics.get(split, {})
         subsets = inner.get("hf_subset_descriptive_stats") or {"default": inner}

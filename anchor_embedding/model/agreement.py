@@ -26,12 +26,16 @@ def attention_of(
     model,  # a causal LM of transformers
     name: str,  # of an attention implementation
 ):
-    "Context in which the model has this attention; for a model that nobody else is using. Raises `InputError`."
+    """Context in which the model has this attention; for a model that nobody else is using. Raises
+    `InputError`.
+    """
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise InputError(f"it does not take an attention from outside ({' '.join(str(error).split())[:120]})") from error
+        raise InputError(
+            f"it does not take an attention from outside ({' '.join(str(error).split())[:120]})"
+        ) from error
     if model.config._attn_implementation != name:  # transformers only warns
         raise InputError("it does not take an attention from outside")
     try:
@@ -54,7 +58,9 @@ def eager_outputs(
     texts: Sequence[Sequence[int]],  # token ids
 ) -> Outputs:
     "States and logits of every text, read alone with eager attention. Raises `InputError`."
-    device, states, logits = model.get_output_embeddings().weight.device, [], []
+    device = model.get_output_embeddings().weight.device
+    states = []
+    logits = []
     with attention_of(model, "eager"):
         for text in texts:
             ids = torch.tensor([list(text)], device=device)
@@ -65,7 +71,8 @@ def eager_outputs(
 # %% ../../nbs/model/30_agreement.ipynb #e0f8e6ca
 def backbone_of(model) -> nn.Module:
     "A causal LM without its head. Raises `InputError` where there is no such part."
-    backbone, head = model.get_decoder(), model.get_output_embeddings()
+    backbone = model.get_decoder()
+    head = model.get_output_embeddings()
     if backbone is None or backbone is model:
         raise InputError("it has no decoder apart from its head")
     if not isinstance(head, nn.Linear):
@@ -75,7 +82,9 @@ def backbone_of(model) -> nn.Module:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     "Relative distance |a - b| / |b|."
-    return (torch.linalg.norm((a - b).float()) / torch.linalg.norm(b.float()).clamp_min(1e-12)).item()
+    return (
+        torch.linalg.norm((a - b).float()) / torch.linalg.norm(b.float()).clamp_min(1e-12)
+    ).item()
 
 # %% ../../nbs/model/30_agreement.ipynb #2ab7f740
 @dataclass(frozen=True)
@@ -96,12 +105,21 @@ def logit_form(
     outputs: Outputs,  # its own
 ) -> LogitForm:
     "How the model makes its logits. Raises `InputError` where it is by neither scale nor cap."
-    head, config = model.get_output_embeddings(), model.config
+    head = model.get_output_embeddings()
+    config = model.config
     z = nn.functional.linear(outputs.states, head.weight, head.bias)
-    caps = {value for name, value in vars(config).items() if "cap" in name and isinstance(value, int | float) and value > 0}
+    caps = {
+        value
+        for name, value in vars(config).items()
+        if "cap" in name and isinstance(value, int | float) and value > 0
+    }
     found = []
     for cap in (None, *sorted(caps)):
-        plain = outputs.logits if cap is None else cap * torch.atanh((outputs.logits / cap).clamp(-1 + 1e-7, 1 - 1e-7))
+        plain = (
+            outputs.logits
+            if cap is None
+            else cap * torch.atanh((outputs.logits / cap).clamp(-1 + 1e-7, 1 - 1e-7))
+        )
         scale = ((plain * z).sum() / z.square().sum()).item()
         form = LogitForm(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
         found.append((distance(form(z), outputs.logits), form))
@@ -113,15 +131,38 @@ def logit_form(
 # %% ../../nbs/model/30_agreement.ipynb #46282b20
 WINDOW = 8  # tokens
 VOCABULARY = 64
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window", "local_attention_window", "sliding_window_size")
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
-_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id")
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window",
+    "local_attention_window",
+    "sliding_window_size",
+)
+_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "ffn_dim",
+)
+_SPECIAL_IDS = (
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "decoder_start_token_id",
+    "sep_token_id",
+    "cls_token_id",
+)
 
 
 def _kept_layers(config) -> list[int]:
     "One layer of each kind, two at least."
     n = config.num_hidden_layers
-    lists = [value for value in vars(config).values() if isinstance(value, list | tuple) and len(value) == n > 1]
+    lists = [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == n > 1
+    ]
     kinds = list(zip(*lists, strict=True)) or [()] * n
     first = sorted({str(kind): i for i, kind in reversed(list(enumerate(kinds)))}.values())
     return first if len(first) > 1 else list(range(min(n, 2)))
@@ -132,7 +173,8 @@ def small_copy(
 ):
     "The configuration with few layers, windows of 8 tokens, narrow MLPs and a small vocabulary."
     small = deepcopy(config)
-    kept, n = _kept_layers(small), small.num_hidden_layers
+    kept = _kept_layers(small)
+    n = small.num_hidden_layers
     for name, value in list(vars(small).items()):
         if isinstance(value, list | tuple) and len(value) == n > 1:
             setattr(small, name, [value[i] for i in kept])
@@ -142,7 +184,8 @@ def small_copy(
             setattr(small, name, 64)
         elif name in _SPECIAL_IDS and value is not None:
             setattr(small, name, [1] if isinstance(value, list) else 1)
-    small.num_hidden_layers, small.vocab_size = len(kept), VOCABULARY
+    small.num_hidden_layers = len(kept)
+    small.vocab_size = VOCABULARY
     return small
 
 # %% ../../nbs/model/30_agreement.ipynb #591efb54
@@ -150,15 +193,23 @@ def random_model(
     config,
     seed: int = 0,
 ):
-    "A causal LM in float32 with weights that are far from flat; the global generator is left as it was."
+    """A causal LM in float32 with weights that are far from flat; the global generator is left as
+    it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.2 * noise if parameter.ndim < 2 else noise / parameter.shape[-1] ** 0.5)
+            parameter.copy_(
+                parameter + 0.2 * noise
+                if parameter.ndim < 2
+                else noise / parameter.shape[-1] ** 0.5
+            )
     return model.eval()
 
 # %% ../../nbs/model/30_agreement.ipynb #d920646f
@@ -168,11 +219,15 @@ _CHECKED: dict[str, LogitForm | str] = {}
 def _texts(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
     "Random texts of these lengths."
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def models_within(config) -> list[str]:
-    "Names of the models that a configuration is made of, such as a text and a vision model; none for a plain model."
+    """Names of the models that a configuration is made of, such as a text and a vision model; none
+    for a plain model.
+    """
     parts = getattr(type(config), "sub_configs", {})
     return [name for name, kind in parts.items() if getattr(kind, "model_type", "any")]
 
@@ -180,10 +235,18 @@ def models_within(config) -> list[str]:
 def check_configuration(
     config,  # of a causal LM of transformers
 ) -> LogitForm:  # how models of this configuration make their logits
-    "Compare packed with eager attention on a small random model of this configuration. Raises `InputError` with the difference."
+    """Compare packed with eager attention on a small random model of this configuration. Raises
+    `InputError` with the difference.
+    """
     if parts := models_within(config):
-        raise InputError(f"it is made of several models ({', '.join(parts)}); give its text model alone")
-    settings = {name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version", "torch_dtype", "dtype"))}
+        raise InputError(
+            f"it is made of several models ({', '.join(parts)}); give its text model alone"
+        )
+    settings = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith(("_", "transformers_version", "torch_dtype", "dtype"))
+    }
     key = json.dumps(settings, sort_keys=True, default=str)
     if key not in _CHECKED:
         try:
@@ -201,20 +264,28 @@ def _compared(config) -> LogitForm:
     try:
         model = random_model(small_copy(config))
     except Exception as error:  # a configuration's own checks may raise anything
-        raise InputError(f"no small copy of it can be made to try it on ({type(error).__name__}: {' '.join(str(error).split())[:120]})") from error
+        raise InputError(
+            f"no small copy of it can be made to try it on ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:120]})"
+        ) from error
     try:
         return compare_packed(model, _texts(VOCABULARY, (2 * WINDOW + 5, WINDOW - 2, WINDOW + 3)))
     except InputError:
         raise
     except Exception as error:  # a model's own code likewise
-        raise InputError(f"it does not run on packed texts ({type(error).__name__}: {' '.join(str(error).split())[:120]})") from error
+        raise InputError(
+            f"it does not run on packed texts ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:120]})"
+        ) from error
 
 # %% ../../nbs/model/30_agreement.ipynb #ef280821
 def compare_packed(
     model,  # a causal LM in float32, nothing in it replaced
     texts: Sequence[Sequence[int]],
 ) -> LogitForm:
-    "Raise `InputError` unless the packed states of these texts are those that eager attention gives to each alone."
+    """Raise `InputError` unless the packed states of these texts are those that eager attention
+    gives to each alone.
+    """
     eager = eager_outputs(model, texts)
     order = list(range(len(texts)))[::-1]
     with torch.no_grad(), attention_of(model, ATTENTION):
@@ -224,7 +295,10 @@ def compare_packed(
     parts = packed.split([len(texts[i]) for i in order])[::-1]
     error = distance(torch.cat(parts), eager.states)
     if not error < 1e-4:
-        raise InputError(f"packed texts get other states than each alone with eager attention (relative distance {error:.2g})")
+        raise InputError(
+            "packed texts get other states than each alone with eager attention "
+            f"(relative distance {error:.2g})"
+        )
     if not distance(embedded, packed) < 1e-4:
         raise InputError("its input embeddings are not all that it reads of a text")
     if not isinstance(getattr(backbone_of(model), "layers", None), nn.ModuleList):

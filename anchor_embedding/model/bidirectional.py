@@ -18,15 +18,24 @@ ATTENTIONS = ("causal", "bidirectional")
 
 @torch.no_grad()
 def sees_later_tokens(decoder: CausalDecoder) -> bool:
-    "Whether in the encode pass a token's state depends on the tokens behind it; measured on random tokens."
-    size, was_training = len(decoder.head.weight), decoder.training
+    """Whether in the encode pass a token's state depends on the tokens behind it; measured on
+    random tokens.
+    """
+    size = len(decoder.head.weight)
+    was_training = decoder.training
     ids = torch.randint(size, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     decoder.eval()
     try:
-        before, after = (decoder.states(pack([ids[:-1] + [last]], decoder.device)) for last in (ids[-1], (ids[-1] + 1) % size))
+        before, after = (
+            decoder.states(pack([ids[:-1] + [last]], decoder.device))
+            for last in (ids[-1], (ids[-1] + 1) % size)
+        )
     finally:
         decoder.train(was_training)
-    moved = torch.linalg.norm((after - before).float(), dim=-1)[:-1] / torch.linalg.norm(before.float(), dim=-1)[:-1]
+    moved = (
+        torch.linalg.norm((after - before).float(), dim=-1)[:-1]
+        / torch.linalg.norm(before.float(), dim=-1)[:-1]
+    )
     return bool((moved > (1e-4 if before.dtype == torch.float32 else 1e-2)).any())
 
 
@@ -34,12 +43,18 @@ def set_attention(
     decoder: CausalDecoder,
     attention: str,  # "causal" or "bidirectional"
 ) -> CausalDecoder:  # the same object
-    "Set the attention of the encode pass and prove it. Raises `InputError` for a model that cannot be made so."
+    """Set the attention of the encode pass and prove it. Raises `InputError` for a model that
+    cannot be made so.
+    """
     if attention not in ATTENTIONS:
         raise InputError(f"attention is {attention!r}; give one of {', '.join(ATTENTIONS)}")
     decoder.attention, name = attention, type(decoder.causal_lm).__name__
     if sees_later_tokens(decoder) != (attention == "bidirectional"):
         decoder.attention = "causal"
-        raise InputError(f"{name} does not become {attention}: a token's state {'does not depend' if attention != 'causal' else 'depends'} "
-                         "on the tokens behind it; set attention to the other one, or take another base")
+        raise InputError(
+            f"{name} does not become {attention}: a token's state "
+            f"{'does not depend' if attention != 'causal' else 'depends'} "
+            "on the tokens behind it; set attention to the other one, or take another "
+            "base"
+        )
     return decoder

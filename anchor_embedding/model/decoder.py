@@ -26,8 +26,20 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..common.errors import InputError
-from .agreement import LogitForm, Outputs, check_configuration, distance, eager_outputs
-from .fused import fuse_lora, fuse_mlps, fuse_norms, fuse_with_liger, split_frozen
+from anchor_embedding.model.agreement import (
+    LogitForm,
+    Outputs,
+    check_configuration,
+    distance,
+    eager_outputs,
+)
+from anchor_embedding.model.fused import (
+    fuse_lora,
+    fuse_mlps,
+    fuse_norms,
+    fuse_with_liger,
+    split_frozen,
+)
 from .packing import ATTENTION, PackedBatch, pack, packed_forward
 
 # %% ../../nbs/model/50_decoder.ipynb #98019e57
@@ -37,36 +49,54 @@ class CausalDecoder(nn.Module):
     def __init__(
         self,
         model,  # a `…ForCausalLM` of transformers, or that model with a PEFT adapter
-        compute_dtype: torch.dtype | None = None,  # of matrix products (autocast); None = as the weights are
+        # of matrix products (autocast); None = as the weights are
+        compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.model, self.compute_dtype = model, compute_dtype
-        self.embedding_scale = 1.0  # factor the model itself puts on its input embeddings; measured by `probe`
+        self.model = model
+        self.compute_dtype = compute_dtype
+        # factor the model itself puts on its input embeddings; measured by `probe`
+        self.embedding_scale = 1.0
         self.logit_form = LogitForm()  # how logits follow from the head; found by `probe`
-        self.attention, self.liger = "causal", 0  # of the encode pass, see `set_attention`; modules that liger-kernel computes
+        self.attention = "causal"
+        # of the encode pass, see `set_attention`; modules that liger-kernel computes
+        self.liger = 0
 
-    causal_lm = property(lambda self: self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
-    head = property(lambda self: self.causal_lm.get_output_embeddings())  # the vocabulary head, (V, d)
+    causal_lm = property(
+        lambda self: (
+            self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        )
+    )
+    # the vocabulary head, (V, d)
+    head = property(lambda self: self.causal_lm.get_output_embeddings())
     hidden_size = property(lambda self: self.head.weight.shape[1])
     device = property(lambda self: self.head.weight.device)
 
     def forward(self, function: Callable, *args):
-        "`function(self, *args)`, inside the forward of whatever wraps this module, matrix products in `compute_dtype`."
+        """`function(self, *args)`, inside the forward of whatever wraps this module, matrix
+        products in `compute_dtype`.
+        """
         lower = self.compute_dtype == torch.bfloat16 and self.head.weight.dtype == torch.float32
         with torch.autocast(self.device.type, self.compute_dtype, enabled=lower):
             return function(self, *args)
 
     def states(self, batch: PackedBatch) -> torch.Tensor:
         "(T, d): the states of the encode pass."
-        return packed_forward(self.causal_lm.get_decoder(), batch, causal=self.attention == "causal")
+        return packed_forward(
+            self.causal_lm.get_decoder(), batch, causal=self.attention == "causal"
+        )
 
     def encode(self, batch: PackedBatch, pooling: str = "eos") -> torch.Tensor:
         "(n, d): one vector per text."
         twice, second = repeated(batch) if pooling.startswith("echo_") else (batch, slice(None))
         return POOLINGS[pooling](self.states(twice)[second], batch)
 
-    def decode(self, anchors: torch.Tensor, batch: PackedBatch, slots: torch.Tensor | None = None) -> torch.Tensor:
-        "(T, d): states of n texts of which one token, the first or the ones at `slots` (n,), is a slot that carries the anchor (n, d)."
+    def decode(
+        self, anchors: torch.Tensor, batch: PackedBatch, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(T, d): states of n texts of which one token, the first or the ones at `slots` (n,), is a
+        slot that carries the anchor (n, d).
+        """
         embeddings = self.causal_lm.get_input_embeddings()(batch.ids)
         scaled = (anchors / self.embedding_scale).to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, batch.first if slots is None else slots, scaled)
@@ -97,22 +127,33 @@ def pool_weighted_mean(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor
     return _weighted_mean(hidden, batch, (batch.positions + 1).float())
 
 
-POOLINGS = {"eos": pool_eos, "last": pool_eos, "mean": pool_mean, "weighted_mean": pool_weighted_mean}
+POOLINGS = {
+    "eos": pool_eos,
+    "last": pool_eos,
+    "mean": pool_mean,
+    "weighted_mean": pool_weighted_mean,
+}
 
 # %% ../../nbs/model/50_decoder.ipynb #e1fdb071
 def repeated(
     batch: PackedBatch,
-) -> tuple[PackedBatch, torch.Tensor]:  # n texts of 2L - 1 tokens; (T,) where their second copies stand
+    # n texts of 2L - 1 tokens; (T,) where their second copies stand
+) -> tuple[PackedBatch, torch.Tensor]:
     "Every text twice in a row, the first copy without its EOS."
-    device, size = batch.ids.device, torch.tensor(batch.lengths)
+    device = batch.ids.device
+    size = torch.tensor(batch.lengths)
     ends = (2 * size - 1).cumsum(0)
     starts = ends - 2 * size + 1
     copies = [torch.cat([text[:-1], text]) for text in batch.ids.split(batch.lengths)]
     lengths = tuple(2 * n - 1 for n in batch.lengths)
-    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(2 * size - 1, output_size=sum(lengths))
+    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(
+        2 * size - 1, output_size=sum(lengths)
+    )
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
     second = (starts + size - 1).repeat_interleave(size, output_size=batch.num_tokens)
-    positions, boundaries, second = (x.to(device, non_blocking=True) for x in (positions, boundaries, second))
+    positions, boundaries, second = (
+        x.to(device, non_blocking=True) for x in (positions, boundaries, second)
+    )
     return PackedBatch(torch.cat(copies), positions, boundaries, lengths), batch.positions + second
 
 
@@ -120,12 +161,16 @@ POOLINGS |= {"echo_eos": pool_eos, "echo_mean": pool_mean}  # of the second copy
 
 
 def check_echo(decoder: CausalDecoder, pooling: str, max_length: int) -> None:
-    "Raise `InputError` when a text of `max_length` tokens, read twice, is longer than the model's context."
+    """Raise `InputError` when a text of `max_length` tokens, read twice, is longer than the model's
+    context.
+    """
     context = getattr(decoder.causal_lm.config, "max_position_embeddings", None)
     if pooling.startswith("echo_") and context and 2 * max_length - 1 > context:
         raise InputError(
-            f"pooling {pooling!r} reads every text twice: max_length {max_length} needs {2 * max_length - 1} positions, "
-            f"{type(decoder.causal_lm).__name__} has {context}; set max_length to at most {(context + 1) // 2}"
+            f"pooling {pooling!r} reads every text twice: max_length {max_length} needs "
+            f"{2 * max_length - 1} positions, "
+            f"{type(decoder.causal_lm).__name__} has {context}; set max_length to at most "
+            f"{(context + 1) // 2}"
         )
 
 # %% ../../nbs/model/50_decoder.ipynb #bf8a77b5
@@ -133,22 +178,33 @@ CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in float32
 
 
 class _VocabularyFunction(torch.autograd.Function):
-    "Sum of -log p(target) of (N, d) states under a (V, d) weight; gradients are made with the loss."
+    """Sum of -log p(target) of (N, d) states under a (V, d) weight; gradients are made with the
+    loss.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, form, dtype, trained):
         wants = [trained and wanted for wanted in ctx.needs_input_grad[:3]]
-        low, low_bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
-        total, rows = hidden.new_zeros((), dtype=torch.float32), max(1, CHUNK_LOGITS // len(weight))
-        shapes = zip((hidden, weight, bias), (dtype, torch.float32, torch.float32), wants, strict=True)
-        gradients = [torch.zeros_like(x, dtype=kind) if wanted else None for x, kind, wanted in shapes]
+        low = weight.to(dtype)
+        low_bias = bias if bias is None else bias.to(dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        rows = max(1, CHUNK_LOGITS // len(weight))
+        shapes = zip(
+            (hidden, weight, bias), (dtype, torch.float32, torch.float32), wants, strict=True
+        )
+        gradients = [
+            torch.zeros_like(x, dtype=kind) if wanted else None for x, kind, wanted in shapes
+        ]
         for start in range(0, len(hidden), rows):
-            part, target = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
+            part = hidden[start : start + rows].to(dtype)
+            target = targets[start : start + rows, None]
             logits = form(F.linear(part, low, low_bias))
             log_p = F.log_softmax(logits, 1, dtype=torch.float32)
             total -= log_p.gather(1, target).sum()
             if any(wants):
-                error = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1.0, dtype=torch.float32))
+                error = log_p.exp_().scatter_add_(
+                    1, target, torch.full_like(target, -1.0, dtype=torch.float32)
+                )
                 _add_gradients(gradients, start, _through(form, logits, error), part, low)
         ctx.save_for_backward(*(x if x is None else x.to(dtype) for x in gradients))
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -157,8 +213,13 @@ class _VocabularyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, above):
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if x is None else (x * above).to(dtype) for x, dtype in pairs), None, None, None, None
-
+        return (
+            *(None if x is None else (x * above).to(dtype) for x, dtype in pairs),
+            None,
+            None,
+            None,
+            None,
+        )
 
 # %% ../../nbs/model/50_decoder.ipynb #a37352e6
 def _through(form: LogitForm, logits, error):
@@ -169,7 +230,9 @@ def _through(form: LogitForm, logits, error):
 
 
 def _add_gradients(gradients, start: int, error, part, weight) -> None:
-    "What the (n, V) softmax minus targets of rows from `start` on gives to the gradients of states, weight and bias."
+    """What the (n, V) softmax minus targets of rows from `start` on gives to the gradients of
+    states, weight and bias.
+    """
     of_hidden, of_weight, of_bias = gradients
     if of_bias is not None:
         of_bias += error.sum(0)
@@ -186,10 +249,20 @@ def vocabulary_loss(
     targets: torch.Tensor,  # (N,) int64
 ) -> torch.Tensor:  # scalar float32, in nats
     "Sum of -log p(target) over N tokens, never holding all (N, V) logits nor computing them twice."
-    kind, head = hidden.device.type, decoder.head
+    kind = hidden.device.type
+    head = decoder.head
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
-        return _VocabularyFunction.apply(hidden, head.weight, head.bias, targets, decoder.logit_form, dtype, torch.is_grad_enabled())
+        return _VocabularyFunction.apply(
+            hidden,
+            head.weight,
+            head.bias,
+            targets,
+            decoder.logit_form,
+            dtype,
+            torch.is_grad_enabled(),
+        )
+
 
 def vocabulary_logits(
     decoder: CausalDecoder,
@@ -201,12 +274,18 @@ def vocabulary_logits(
 # %% ../../nbs/model/50_decoder.ipynb #849d3d63
 def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
     "Factor between the given input embeddings and what the first decoder layer gets."
-    backbone, seen = decoder.causal_lm.get_decoder(), {}
+    backbone = decoder.causal_lm.get_decoder()
+    seen = {}
 
     def look(module, args, kwargs):
         seen["input"] = args[0] if args else kwargs["hidden_states"]
 
-    given = torch.randn(batch.num_tokens, decoder.hidden_size, device=decoder.device, dtype=decoder.head.weight.dtype)
+    given = torch.randn(
+        batch.num_tokens,
+        decoder.hidden_size,
+        device=decoder.device,
+        dtype=decoder.head.weight.dtype,
+    )
     handle = backbone.layers[0].register_forward_pre_hook(look, with_kwargs=True)
     try:
         packed_forward(backbone, batch, given)
@@ -227,50 +306,88 @@ def _demand(holds: bool, fault: str) -> None:
 def _check_finite(decoder: CausalDecoder, states: torch.Tensor) -> None:
     "States that are not finite are named for what they are."
     if not states.isfinite().all():
-        bad = next((name for name, weight in decoder.named_parameters() if not weight.isfinite().all()), None)
-        raise InputError(f"its weights are not finite ({bad}): it has diverged" if bad else "its states are not finite in this dtype; take float32")
+        bad = next(
+            (name for name, weight in decoder.named_parameters() if not weight.isfinite().all()),
+            None,
+        )
+        raise InputError(
+            f"its weights are not finite ({bad}): it has diverged"
+            if bad
+            else "its states are not finite in this dtype; take float32"
+        )
 
 
-def _check_states(decoder: CausalDecoder, texts: list[list[int]], eager: Outputs, tolerance: float) -> None:
+def _check_states(
+    decoder: CausalDecoder, texts: list[list[int]], eager: Outputs, tolerance: float
+) -> None:
     "Packed states and logits are those of eager attention, and causal."
-    backbone, device, size, (first, second) = decoder.causal_lm.get_decoder(), decoder.device, len(decoder.head.weight), texts
+    backbone = decoder.causal_lm.get_decoder()
+    device = decoder.device
+    size = len(decoder.head.weight)
+    first, second = texts
     _check_finite(decoder, eager.states)
     packed = packed_forward(backbone, pack([second, first], device))
     packed = torch.cat([packed[len(second) :], packed[: len(second)]])
     _check_finite(decoder, packed)
     error = distance(packed, eager.states)
-    _demand(error < tolerance, f"packed texts get other states than each alone with eager attention (relative distance {error:.2g})")
+    _demand(
+        error < tolerance,
+        "packed texts get other states than each alone with eager "
+        f"attention (relative distance {error:.2g})",
+    )
     changed = packed_forward(backbone, pack([first[:-1] + [(first[-1] + 1) % size]], device))
-    _demand(distance(changed[:-1], packed[: len(first) - 1]) < tolerance, "its attention is not causal")
+    _demand(
+        distance(changed[:-1], packed[: len(first) - 1]) < tolerance, "its attention is not causal"
+    )
     logits = vocabulary_logits(decoder, packed)
-    _demand(distance(logits, eager.logits) < tolerance, "its logits are not its head applied to its last state, scaled or capped")
+    _demand(
+        distance(logits, eager.logits) < tolerance,
+        "its logits are not its head applied to its last state, scaled or capped",
+    )
 
 
-def _check_anchors(decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float) -> None:
+def _check_anchors(
+    decoder: CausalDecoder, first: list[int], second: list[int], tolerance: float
+) -> None:
     "An anchor reaches the whole of its own text and nothing else."
     decoder.embedding_scale = _measure_scale(decoder, pack([first], decoder.device))
-    anchors = torch.randn(2, decoder.hidden_size, generator=torch.Generator().manual_seed(0)).to(decoder.device)
-    other, pair = torch.stack([-anchors[0], anchors[1]]), pack([first, second], decoder.device)
-    states, changed = decoder.decode(anchors, pair), decoder.decode(other, pair)
-    _demand(distance(changed[:1], states[:1]) > tolerance, "the anchor does not reach the first prediction")
-    _demand(distance(changed[len(first) :], states[len(first) :]) < tolerance, "an anchor reaches another text")
+    anchors = torch.randn(2, decoder.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+        decoder.device
+    )
+    other = torch.stack([-anchors[0], anchors[1]])
+    pair = pack([first, second], decoder.device)
+    states = decoder.decode(anchors, pair)
+    changed = decoder.decode(other, pair)
+    _demand(
+        distance(changed[:1], states[:1]) > tolerance,
+        "the anchor does not reach the first prediction",
+    )
+    _demand(
+        distance(changed[len(first) :], states[len(first) :]) < tolerance,
+        "an anchor reaches another text",
+    )
 
 # %% ../../nbs/model/50_decoder.ipynb #86414244
 def probe_texts(
     model,  # a causal LM of transformers
 ) -> list[list[int]]:
     "Two short texts of random tokens."
-    size, generator = len(model.get_output_embeddings().weight), torch.Generator().manual_seed(0)
+    size = len(model.get_output_embeddings().weight)
+    generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, size, (n,), generator=generator).tolist() for n in (9, 13)]
 
 
 @torch.no_grad()
 def probe(
     decoder: CausalDecoder,
-    eager: Outputs | None = None,  # of `probe_texts`, made before anything in the model was replaced; None = made now
+    # of `probe_texts`, made before anything in the model was replaced; None = made now
+    eager: Outputs | None = None,
 ) -> None:
-    "Check that the model is one this package can train; sets `logit_form`, `embedding_scale`. Raises `InputError` naming model and fault."
-    model, was_training = decoder.causal_lm, decoder.training
+    """Check that the model is one this package can train; sets `logit_form`, `embedding_scale`.
+    Raises `InputError` naming model and fault.
+    """
+    model = decoder.causal_lm
+    was_training = decoder.training
     tolerance = 1e-3 if decoder.head.weight.dtype == torch.float32 else 0.1
     decoder.eval()
     try:
@@ -286,7 +403,11 @@ def probe(
 # %% ../../nbs/model/50_decoder.ipynb #1058731d
 def choose_device() -> torch.device:
     "The accelerator if there is one, else the CPU."
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
 
 
 def choose_dtype(
@@ -300,9 +421,11 @@ def choose_dtype(
             raise InputError(f"dtype is {dtype!r}; give 'auto', 'float32' or 'bfloat16'")
         return getattr(torch, dtype), "as asked"
     if kind == "cuda":
-        fast, unit = torch.cuda.is_bf16_supported(including_emulation=False), "tensor cores"
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        unit = "tensor cores"
     else:
-        fast, unit = kind == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False), "AVX512-BF16"
+        fast = kind == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False)
+        unit = "AVX512-BF16"
     if fast:
         return torch.bfloat16, f"{kind} multiplies bfloat16 in hardware ({unit})"
     return torch.float32, f"{kind} has no bfloat16 arithmetic"
@@ -312,7 +435,8 @@ def choose_dtype(
 def keep_freed_memory() -> bool:  # whether the C library can be told
     "Let malloc keep freed memory for the next tensor; where there is no glibc nothing changes."
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
+    trim_threshold = -1
+    mmap_threshold = -3  # numbers of malloc.h
     return bool(mallopt and mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
 
 # %% ../../nbs/model/50_decoder.ipynb #921be31c
@@ -330,15 +454,24 @@ def free_memory(
 ) -> float:  # inf where the system does not tell
     "Bytes that this process may still take on a device."
     if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     free = [1024 * _numbers(Path(root, "proc/meminfo")).get("MemAvailable", math.inf)]
     lines = _lines(Path(root, "proc/self/cgroup"))
     for limit, used, folder in (("memory.max", "memory.current", "sys/fs/cgroup"),
                                 ("memory.limit_in_bytes", "memory.usage_in_bytes", "sys/fs/cgroup/memory")):  # fmt: skip
-        groups = {"."} | {path.strip("/") for number, names, path in lines if (number == "0") == (limit == "memory.max")}
+        groups = {"."} | {
+            path.strip("/")
+            for number, names, path in lines
+            if (number == "0") == (limit == "memory.max")
+        }
         for group in (Path(root, folder, group) for group in groups):
             most, taken = (_numbers(group / name).get("") for name in (limit, used))
-            cached = _numbers(group / "memory.stat").get("inactive_file", 0)  # files that can be forgotten
+            # files that can be forgotten
+            cached = _numbers(group / "memory.stat").get("inactive_file", 0)
             if most is not None and taken is not None:
                 free.append(most - taken + cached)
     return max(0, min(free)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -354,14 +487,20 @@ def _lines(path: Path) -> list[list[str]]:
 def check_report(
     source: str | os.PathLike,  # of the tensors: a file, a folder, a hub name
     remedy: str,
-    missing=(), unexpected=(), mismatched=(),  # keys: not in the file, not in the model, of another shape there
+    # keys: not in the file, not in the model, of another shape there
+    missing=(), unexpected=(), mismatched=(),
 ) -> None:  # fmt: skip
     "Raise `InputError` unless what was saved is what the model takes, all of it."
     kinds = {"missing": missing, "not of this model": unexpected, "of another shape": mismatched}
-    faults = [f"{len(keys)} {kind} ({', '.join(sorted(keys)[:2])}{', …' * (len(keys) > 2)})" for kind, keys in kinds.items() if keys]
+    faults = [
+        f"{len(keys)} {kind} ({', '.join(sorted(keys)[:2])}{', …' * (len(keys) > 2)})"
+        for kind, keys in kinds.items()
+        if keys
+    ]
     if faults:
-        raise InputError(f"the tensors in {str(source)!r} do not fit the model: {', '.join(faults)}; {remedy}")
-
+        raise InputError(
+            f"the tensors in {str(source)!r} do not fit the model: {', '.join(faults)}; {remedy}"
+        )
 
 # %% ../../nbs/model/50_decoder.ipynb #b871834d
 def _loaded(name, load: Callable, **options):
@@ -369,7 +508,10 @@ def _loaded(name, load: Callable, **options):
     try:
         return load(name, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with a model or a name on the hub") from error
+        raise InputError(
+            f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with "
+            "a model or a name on the hub"
+        ) from error
 
 
 def _check_architecture(config) -> None:
@@ -377,7 +519,9 @@ def _check_architecture(config) -> None:
     try:
         check_configuration(config)
     except InputError as error:
-        raise InputError(f"{(config.architectures or [config.model_type])[0]} cannot be used: {error}") from error
+        raise InputError(
+            f"{(config.architectures or [config.model_type])[0]} cannot be used: {error}"
+        ) from error
 
 
 def load_causal_lm(
@@ -385,20 +529,37 @@ def load_causal_lm(
     dtype: torch.dtype | str,
     **to,  # where to: `device_map`
 ):
-    "A causal LM of transformers whose weights are all from its file; raises `InputError`. A head that is not there is zero."
+    """A causal LM of transformers whose weights are all from its file; raises `InputError`. A head
+    that is not there is zero.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = _loaded(name, AutoConfig.from_pretrained)
     _check_architecture(config)  # before gigabytes are read
-    options = {"attn_implementation": "eager", "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = _loaded(name, AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype, **options, **to)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    own = {id(weight) for weight in head.parameters()} if head and head.weight is not table.weight else set()
+    options = {
+        "attn_implementation": "eager",
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+    model, report = _loaded(
+        name, AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype, **options, **to
+    )
+    head = model.get_output_embeddings()
+    table = model.get_input_embeddings()
+    own = (
+        {id(weight) for weight in head.parameters()}
+        if head and head.weight is not table.weight
+        else set()
+    )
     named = {key for key, weight in model.named_parameters() if id(weight) in own}
     absent = named if named <= set(report["missing_keys"]) else set()
     mismatched = [key for key, *_ in report["mismatched_keys"]]
-    remedy = "what is missing would be random: copy the whole model again, or correct its config.json"
-    check_report(name, remedy, set(report["missing_keys"]) - absent, report["unexpected_keys"], mismatched)
+    remedy = (
+        "what is missing would be random: copy the whole model again, or correct its config.json"
+    )
+    check_report(
+        name, remedy, set(report["missing_keys"]) - absent, report["unexpected_keys"], mismatched
+    )
     with torch.no_grad():
         for key in absent:
             model.get_parameter(key).zero_()
@@ -408,7 +569,10 @@ def load_causal_lm(
 def check_head(decoder: CausalDecoder, what: str) -> None:
     "Raise `InputError` when the model was saved without the vocabulary head that `what` needs."
     if not decoder.head.weight.any():
-        raise InputError(f"{what} needs a vocabulary head, but {type(decoder.causal_lm).__name__} was saved without one; take its causal LM")
+        raise InputError(
+            f"{what} needs a vocabulary head, but {type(decoder.causal_lm).__name__} "
+            "was saved without one; take its causal LM"
+        )
 
 
 def load_adapter(
@@ -416,18 +580,22 @@ def load_adapter(
     weights: dict[str, torch.Tensor],
     folder: str | os.PathLike,  # where the weights are from
 ):
-    "The model, with the weights of its adapter as they were saved; raises `InputError` unless these are all of the adapter's, and nothing else."
+    """The model, with the weights of its adapter as they were saved; raises `InputError` unless
+    these are all of the adapter's, and nothing else.
+    """
     from peft import set_peft_model_state_dict
 
     remedy = "save the adapter again, or take another checkpoint"
     try:
         report = set_peft_model_state_dict(model, weights)
     except (RuntimeError, KeyError) as error:
-        raise InputError(f"the adapter in {str(folder)!r} does not fit the model: {_one_line(error)}; {remedy}") from error
-    own = [key for key in report.missing_keys if model.base_model.prefix in key]  # the others are the base's
+        raise InputError(
+            f"the adapter in {str(folder)!r} does not fit the model: {_one_line(error)}; {remedy}"
+        ) from error
+    # the others are the base's
+    own = [key for key in report.missing_keys if model.base_model.prefix in key]
     check_report(folder, remedy, own, report.unexpected_keys)
     return model
-
 
 # %% ../../nbs/model/50_decoder.ipynb #fa8373a1
 def load_tokenizer(
@@ -441,8 +609,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no tokenizer at {str(name)!r}: {_one_line(error)}") from error
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # what transformers makes up for some models
-        raise InputError(f"no tokenizer at {str(name)!r}: its files are missing; copy them from the model it was trained from")
+    # what transformers makes up for some models
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise InputError(
+            f"no tokenizer at {str(name)!r}: its files are missing; copy them from "
+            "the model it was trained from"
+        )
     return tokenizer
 
 
@@ -461,15 +633,19 @@ def _one_line(error: Exception) -> str:
 # %% ../../nbs/model/50_decoder.ipynb #5195f407
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
-    dtype: torch.dtype | str = torch.float32,  # of the weights in memory; "auto" = as they are stored
+    # of the weights in memory; "auto" = as they are stored
+    dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
 ) -> CausalDecoder:
-    "Load a causal LM with packed attention, probe it, merge an adapter if `name` is one. Raises `InputError`."
+    """Load a causal LM with packed attention, probe it, merge an adapter if `name` is one. Raises
+    `InputError`.
+    """
     _refuse_file(name)
     if (Path(name) / "adapter_config.json").exists():
         return _load_adapter(name, dtype, device, compute_dtype)
-    to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}  # straight to where it will live
+    # straight to where it will live
+    to = {} if torch.device(device).type == "cpu" else {"device_map": str(device)}
     model = load_causal_lm(name, dtype, **to)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
@@ -477,13 +653,24 @@ def load_decoder(
 
 
 def _made_ready(model, compute_dtype) -> CausalDecoder:
-    "A model as transformers loads it, with packed attention and fewer passes, compared with what it was before."
+    """A model as transformers loads it, with packed attention and fewer passes, compared with what
+    it was before.
+    """
     try:
         eager = eager_outputs(model, probe_texts(model))
         fuse_norms(model.get_decoder())
         fuse_mlps(model.get_decoder())
         model.set_attn_implementation(ATTENTION)
-    except (InputError, TypeError, AttributeError, KeyError, RuntimeError, ValueError, ImportError, NotImplementedError) as error:
+    except (
+        InputError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        ImportError,
+        NotImplementedError,
+    ) as error:
         raise InputError(f"{type(model).__name__} cannot be used: {error}") from error
     decoder = CausalDecoder(model, compute_dtype).eval()
     if decoder.device.type == "cuda":
@@ -495,13 +682,19 @@ def _made_ready(model, compute_dtype) -> CausalDecoder:
 def checkpoint_activations(decoder: CausalDecoder) -> CausalDecoder:
     "Keep one layer input per layer in training and compute the rest again in the backward pass."
     model = decoder.causal_lm
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # transformers < 5.20
+    # transformers < 5.20
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     return decoder
 
 
 def compile_layers(decoder: CausalDecoder) -> CausalDecoder:
-    "Compile the parts of every layer for any number of tokens; the first step takes the time that compiling takes."
+    """Compile the parts of every layer for any number of tokens; the first step takes the time that
+    compiling takes.
+    """
     for layer in decoder.causal_lm.get_decoder().layers:
         for part in layer.children():
             part.compile(dynamic=True)
@@ -513,30 +706,52 @@ def add_lora(
     rank: int = 16,
     alpha: int = 32,  # adapters are scaled by alpha / rank
     dropout: float = 0.05,  # on the adapters' input
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),
 ) -> CausalDecoder:
-    "Put LoRA adapters on and freeze everything else; raises `InputError` when no layer has such a name."
+    """Put LoRA adapters on and freeze everything else; raises `InputError` when no layer has such a
+    name.
+    """
     from peft import LoraConfig, get_peft_model
 
     targets = targets[0] if list(targets) == ["all-linear"] else list(targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     try:
         decoder.model = get_peft_model(decoder.model, config)
     except ValueError as error:
-        raise InputError(f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}") from error
+        raise InputError(
+            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}"
+        ) from error
     fuse_lora(decoder.model)
     return decoder
 
 # %% ../../nbs/model/50_decoder.ipynb #e55691e5
 def halve_frozen(decoder: CausalDecoder) -> CausalDecoder:
-    "Keep frozen maps ready for products in bfloat16 where these are wanted; exact in float32, and when merged."
+    """Keep frozen maps ready for products in bfloat16 where these are wanted; exact in float32, and
+    when merged.
+    """
     if decoder.compute_dtype == torch.bfloat16:
         split_frozen(decoder.model)
     return decoder
 
 
 def merge_lora(decoder: CausalDecoder) -> CausalDecoder:
-    "Add the adapters into the weights and take them off; a model without adapters is returned as it is."
+    """Add the adapters into the weights and take them off; a model without adapters is returned as
+    it is.
+    """
     if hasattr(decoder.model, "peft_config"):
         decoder.model = decoder.model.merge_and_unload()
     return decoder
@@ -551,5 +766,7 @@ def _load_adapter(folder, dtype, device, compute_dtype):
         decoder = load_decoder(config.base_model_name_or_path, dtype, device, compute_dtype)
     except InputError as error:
         raise InputError(f"the adapter in {folder} needs its base model: {error}") from error
-    decoder.model = load_adapter(get_peft_model(decoder.model, config), load_peft_weights(folder, "cpu"), folder)
+    decoder.model = load_adapter(
+        get_peft_model(decoder.model, config), load_peft_weights(folder, "cpu"), folder
+    )
     return merge_lora(decoder).eval()

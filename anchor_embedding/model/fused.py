@@ -31,7 +31,8 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, weight, inverse = ctx.saved_tensors
-        unit, gradient = x * inverse, gradient.float()
+        unit = x * inverse
+        gradient = gradient.float()
         of_weight = (gradient * unit).flatten(0, -2).sum(0).to(weight.dtype)
         gradient = gradient * weight
         mean = (gradient * unit).mean(-1, keepdim=True)
@@ -39,10 +40,13 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    "Takes the place of a model's own RMS norm, whose attributes it uses; answers in the dtype that matrix products want."
+    """Takes the place of a model's own RMS norm, whose attributes it uses; answers in the dtype
+    that matrix products want.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kind, weight = x.device.type, self.weight
+        kind = x.device.type
+        weight = self.weight
         dtype = torch.promote_types(x.dtype, weight.dtype)
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -56,22 +60,33 @@ def computes_as(
     forward,  # of a class
 ) -> bool:
     "Whether the module's own forward is this one, instruction by instruction."
-    own, given = type(module).forward.__code__, forward.__code__
+    own = type(module).forward.__code__
+    given = forward.__code__
     parts = ("co_code", "co_names", "co_consts", "co_argcount")
-    return "forward" not in vars(module) and all(getattr(own, part) == getattr(given, part) for part in parts)
+    return "forward" not in vars(module) and all(
+        getattr(own, part) == getattr(given, part) for part in parts
+    )
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
     "Whether a norm is `RMSNorm` under another name."
-    return computes_as(module, LlamaRMSNorm.forward) and isinstance(getattr(module, "variance_epsilon", None), float)
+    return computes_as(module, LlamaRMSNorm.forward) and isinstance(
+        getattr(module, "variance_epsilon", None), float
+    )
 
 
 @torch.no_grad()
 def fuse_norms(
     backbone,  # a transformers model without head
 ) -> int:  # how many were replaced
-    "Let the norms in front of attention and MLP of every layer write what the linear maps behind them read."
-    found = [getattr(layer, name, None) for layer in getattr(backbone, "layers", ()) for name in ("input_layernorm", "post_attention_layernorm")]
+    """Let the norms in front of attention and MLP of every layer write what the linear maps behind
+    them read.
+    """
+    found = [
+        getattr(layer, name, None)
+        for layer in getattr(backbone, "layers", ())
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
     plain = [module for module in found if module is not None and _is_rms_norm(module)]
     for module in plain:
         module.__class__ = RMSNorm
@@ -100,7 +115,8 @@ class GatedMLP(nn.Module):
     "Takes the place of a model's own gated MLP, whose maps it uses."
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
         plain = torch.compiler.is_compiling()
         return self.down_proj(F.silu(gate) * up if plain else _GateFunction.apply(gate, up))
 
@@ -109,7 +125,11 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     "Whether a module is `GatedMLP` under another name."
     maps = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     linear = all(type(one) is nn.Linear for one in maps)
-    return linear and type(getattr(module, "act_fn", None)) in SILU and computes_as(module, LlamaMLP.forward)
+    return (
+        linear
+        and type(getattr(module, "act_fn", None)) in SILU
+        and computes_as(module, LlamaMLP.forward)
+    )
 
 
 @torch.no_grad()
@@ -135,7 +155,8 @@ def liger_function():
 
 def _restore(module: ModuleType, before: dict) -> None:
     "Give a module its names back, but for rotary positions on CUDA."
-    fused, name = vars(module).get("apply_rotary_pos_emb"), "apply_rotary_pos_emb"
+    fused = vars(module).get("apply_rotary_pos_emb")
+    name = "apply_rotary_pos_emb"
     for key in [key for key, value in vars(module).items() if before.get(key) is not value]:
         setattr(module, key, before[key]) if key in before else delattr(module, key)
     usual = getattr(before.get(name), "usual", before.get(name))
@@ -150,14 +171,29 @@ def _restore(module: ModuleType, before: dict) -> None:
 # %% ../../nbs/model/40_fused.ipynb #a33f6baf
 def fuse_with_liger(
     model,  # a causal LM of transformers, on CUDA, after `fuse_norms` and `fuse_mlps`
-) -> int:  # how many modules have a kernel of liger-kernel; 0 where it is not installed or does not know the model
-    "Let liger-kernel compute RMS norms, rotary positions and gated MLPs; a layer's two norms stay `RMSNorm`."
-    apply, modeling = liger_function(), sys.modules[type(model).__module__]
+    # how many modules have a kernel of liger-kernel; 0 where it is not installed or does not know
+    # the
+    # model
+) -> int:
+    """Let liger-kernel compute RMS norms, rotary positions and gated MLPs; a layer's two norms stay
+    `RMSNorm`.
+    """
+    apply = liger_function()
+    modeling = sys.modules[type(model).__module__]
     if apply is None:
         return 0
-    before, plain = dict(vars(modeling)), {module for module in model.modules() if "forward" not in vars(module)}
+    before = dict(vars(modeling))
+    plain = {module for module in model.modules() if "forward" not in vars(module)}
     try:
-        apply(model=model, rope=True, rms_norm=True, swiglu=True, geglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+        apply(
+            model=model,
+            rope=True,
+            rms_norm=True,
+            swiglu=True,
+            geglu=True,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+        )
     finally:
         _restore(modeling, before)
     bound = [module for module in model.modules() if module in plain and "forward" in vars(module)]
@@ -189,7 +225,11 @@ class SplitLinear(nn.Linear):
 
     def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         "(out, in): the weight, ready for products in this dtype."
-        return self.weight.detach() if dtype == torch.bfloat16 else join_float32(self.weight, self.rest).to(dtype)
+        return (
+            self.weight.detach()
+            if dtype == torch.bfloat16
+            else join_float32(self.weight, self.rest).to(dtype)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kind = x.device.type
@@ -208,7 +248,13 @@ def split_frozen(
 ) -> int:  # how many maps were split
     "Keep the frozen float32 maps under LoRA adapters ready for bfloat16 products."
     found = [module.base_layer for module in model.modules() if isinstance(module, LoraLinear)]
-    found = [base for base in found if type(base) is nn.Linear and base.weight.dtype == torch.float32 and not base.weight.requires_grad]
+    found = [
+        base
+        for base in found
+        if type(base) is nn.Linear
+        and base.weight.dtype == torch.float32
+        and not base.weight.requires_grad
+    ]
     for base in found:
         base.__class__ = SplitLinear
         high, rest = split_float32(base.weight)
@@ -221,19 +267,24 @@ class _LoraFunction(torch.autograd.Function):
     "x W' + bias + scale * dropped A' B', with a frozen W; `dropped` None means x."
 
     @staticmethod
-    def forward(ctx, x, dropped, weight, bias, a, b, scale):  # (n, in), (n, in), (out, in), (out,), (r, in), (out, r)
+    def forward(
+        ctx, x, dropped, weight, bias, a, b, scale
+    ):  # (n, in), (n, in), (out, in), (out,), (r, in), (out, r)
         seen = x if dropped is None else dropped
         low = seen @ a.T
         ctx.save_for_backward(seen, low, weight, a, b)
-        ctx.scale, ctx.same = scale, dropped is None
+        ctx.scale = scale
+        ctx.same = dropped is None
         return F.linear(x, weight, bias).addmm_(low, b.T, alpha=scale)
 
     @staticmethod
     def backward(ctx, gradient):
         seen, low, weight, a, b = ctx.saved_tensors
         of_low = (gradient @ b).mul_(ctx.scale)
-        of_a, of_b = of_low.T @ seen, (gradient.T @ low).mul_(ctx.scale)
-        of_x, of_dropped = (gradient @ weight if ctx.needs_input_grad[0] else None), None
+        of_a = of_low.T @ seen
+        of_b = (gradient.T @ low).mul_(ctx.scale)
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_dropped = None
         if not ctx.same:
             of_dropped = of_low @ a
         elif of_x is not None:
@@ -245,17 +296,35 @@ class LoraLinear(lora.Linear):
     "PEFT's layer with one plain adapter in fewer passes; anything else is left to PEFT."
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        base, names = self.get_base_layer(), self.active_adapters
-        special = args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or names[0] in self.lora_variant
+        base = self.get_base_layer()
+        names = self.active_adapters
+        special = (
+            args
+            or kwargs
+            or self.disable_adapters
+            or self.merged
+            or len(names) != 1
+            or names[0] in self.lora_variant
+        )
         split = type(base) is SplitLinear
-        if special or not (split or type(base) is nn.Linear) or base.weight.requires_grad or names[0] not in self.lora_A:
+        if (
+            special
+            or not (split or type(base) is nn.Linear)
+            or base.weight.requires_grad
+            or names[0] not in self.lora_A
+        ):
             return super().forward(x, *args, **kwargs)
-        (name,), kind = names, x.device.type
-        a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
+        (name,) = names
+        kind = x.device.type
+        a = self.lora_A[name].weight
+        b = self.lora_B[name].weight
+        dropout = self.lora_dropout[name]
         dtype = torch.float32 if split else base.weight.dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         x = x.to(dtype)
-        dropped = dropout(x).flatten(0, -2) if self.training and isinstance(dropout, nn.Dropout) else None
+        dropped = (
+            dropout(x).flatten(0, -2) if self.training and isinstance(dropout, nn.Dropout) else None
+        )
         bias = base.bias if base.bias is None else base.bias.to(dtype)
         with torch.autocast(kind, enabled=False):
             weight = base.in_dtype(dtype) if split else base.weight.to(dtype)

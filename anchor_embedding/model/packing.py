@@ -50,18 +50,24 @@ class PackedBatch:
 
     def to(self, device) -> "PackedBatch":
         "The same batch on `device`."
-        tensors = (x.to(device, non_blocking=True) for x in (self.ids, self.positions, self.cu_seqlens))
+        tensors = (
+            x.to(device, non_blocking=True) for x in (self.ids, self.positions, self.cu_seqlens)
+        )
         return PackedBatch(*tensors, self.lengths)
 
     def __repr__(self) -> str:
-        return f"PackedBatch({len(self)} texts, {self.num_tokens} tokens, longest {max(self.lengths)})"
+        return (
+            f"PackedBatch({len(self)} texts, {self.num_tokens} tokens, longest {max(self.lengths)})"
+        )
 
 # %% ../../nbs/model/20_packing.ipynb #f53ddca3
 def pack(
     sequences: Sequence[Sequence[int]],  # token ids of n texts
     device: torch.device | str = "cpu",  # where the tensors go
 ) -> PackedBatch:
-    "Concatenate token sequences into one `PackedBatch`; raises `InputError` for none or an empty one."
+    """Concatenate token sequences into one `PackedBatch`; raises `InputError` for none or an empty
+    one.
+    """
     lengths = tuple(len(sequence) for sequence in sequences)
     if not lengths or not min(lengths):
         raise InputError("pack needs at least one sequence, and no empty ones")
@@ -78,7 +84,8 @@ def token_budget_batches(
     budget: int,  # most tokens in one micro-batch
 ) -> list[list[int]]:  # indices of the items, in order
     "Cut items into consecutive micro-batches of at most `budget` tokens."
-    batches, used = [], budget + 1
+    batches = []
+    used = budget + 1
     for index, length in enumerate(lengths):
         if used + length > budget:
             batches.append([])
@@ -90,7 +97,9 @@ def token_budget_batches(
 # %% ../../nbs/model/20_packing.ipynb #5bfb4ae2
 @lru_cache(maxsize=64)
 def _hidden(queries: int, keys: int, window: int | None, device) -> torch.Tensor:
-    "(queries, keys) bool: True where a query must not see a key; the last query stands at the last key."
+    """(queries, keys) bool: True where a query must not see a key; the last query stands at the
+    last key.
+    """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     if window is not None:
         seen.triu_(keys - queries - window + 1)
@@ -101,11 +110,13 @@ def plain_attention(
     query,  # (1, H, L, D) of one text
     key,  # (1, H_kv, L, D)
     value,  # (1, H_kv, L, D_v)
-    hidden: torch.Tensor | None,  # (L, L) bool: True where a query must not see a key; None = it sees all
+    # (L, L) bool: True where a query must not see a key; None = it sees all
+    hidden: torch.Tensor | None,
     scale: float,  # of the scores
     dropout: float = 0.0,
     softcap: float | None = None,  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None = None,  # (H,) a score of every head that takes its share and gives nothing
+    # (H,) a score of every head that takes its share and gives nothing
+    sinks: torch.Tensor | None = None,
 ):  # (1, H, L, D_v)
     "Attention written out, for what torch's own function cannot do."
     groups = query.shape[1] // key.shape[1]
@@ -140,7 +151,9 @@ def attention_per_text(
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
         cut = window is not None and length > window
-        hidden = _hidden(length, length, window if cut else None, q.device) if cut or special else None
+        hidden = (
+            _hidden(length, length, window if cut else None, q.device) if cut or special else None
+        )
         if hidden is not None and not causal:
             hidden = hidden & hidden.T
         if special:
@@ -148,7 +161,11 @@ def attention_per_text(
             continue
         mask = None if hidden is None else ~hidden
         whole = causal and hidden is None
-        out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, whole, scale=scale, enable_gqa=True))
+        out.append(
+            F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, whole, scale=scale, enable_gqa=True
+            )
+        )
     return torch.cat(out, dim=2)
 
 # %% ../../nbs/model/20_packing.ipynb #8f497362
@@ -161,8 +178,11 @@ def length_groups(
     lengths: tuple[int, ...],  # tokens of each text
     heads: int,  # query heads
 ) -> list[list[int]]:  # texts of each group, longest first
-    "Groups of texts of nearly equal length: at least 4/5 of the longest, or at most 8 tokens shorter."
-    groups, longest = [], 0
+    """Groups of texts of nearly equal length: at least 4/5 of the longest, or at most 8 tokens
+    shorter.
+    """
+    groups = []
+    longest = 0
     for text in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rows = min(longest, BLOCK_ROWS)
         full = groups and (len(groups[-1]) + 1) * heads * rows * longest > BLOCK_SCORES
@@ -187,14 +207,25 @@ def _groups(
     lengths: tuple[int, ...], heads: int, device: torch.device
 ) -> tuple[list[_Group], torch.Tensor, int]:  # groups, (T,) the line of every token, how many lines
     "The tables of a batch: made once, used by every layer, forward and backward."
-    starts, size = [0, *accumulate(lengths)], torch.tensor(lengths)
-    found, line, lines = [], torch.empty(starts[-1], dtype=torch.int64), 0
+    starts = [0, *accumulate(lengths)]
+    size = torch.tensor(lengths)
+    found = []
+    line = torch.empty(starts[-1], dtype=torch.int64)
+    lines = 0
     for texts in length_groups(lengths, heads):
-        start, length = torch.tensor([starts[i] for i in texts])[:, None], size[texts][:, None]
+        start = torch.tensor([starts[i] for i in texts])[:, None]
+        length = size[texts][:, None]
         place = torch.arange(lengths[texts[0]])
-        filled, own = place >= length, slice(lines, lines := lines + len(texts) * len(place))
-        line[(start + place)[~filled]] = torch.arange(own.start, own.stop).view(filled.shape)[~filled]
-        tables = start + place.minimum(length - 1), own, filled.to(device, non_blocking=True) if filled.any() else None
+        filled = place >= length
+        own = slice(lines, lines := lines + len(texts) * len(place))
+        line[(start + place)[~filled]] = torch.arange(own.start, own.stop).view(filled.shape)[
+            ~filled
+        ]
+        tables = (
+            start + place.minimum(length - 1),
+            own,
+            filled.to(device, non_blocking=True) if filled.any() else None,
+        )
         found.append(_Group(tables[0].to(device, non_blocking=True), *tables[1:]))
     return found, line.to(device, non_blocking=True), lines
 
@@ -205,17 +236,25 @@ def _blocks(length: int, window: int | None):
         yield row, min(row + BLOCK_ROWS, length), 0 if window is None else max(0, row - window + 1)
 
 # %% ../../nbs/model/20_packing.ipynb #155114d8
-def _heads_apart(x: torch.Tensor, rows: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    "(n * H_kv, L * G, D): tokens `rows` (n, L) of a row (T, H, D); the G = H / H_kv heads that share a key one under the other."
-    (n, length), size = rows.shape, x.shape[-1]
+def _heads_apart(
+    x: torch.Tensor, rows: torch.Tensor, kv_heads: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(n * H_kv, L * G, D): tokens `rows` (n, L) of a row (T, H, D); the G = H / H_kv heads that
+    share a key one under the other.
+    """
+    n, length = rows.shape
+    size = x.shape[-1]
     x = x.index_select(0, rows.flatten()).view(n, length, kv_heads, -1).transpose(1, 2)
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).view(n * kv_heads, -1, size)
 
 
 def _put(out: torch.Tensor, group: _Group, start: int, stop: int, x: torch.Tensor) -> None:
-    "Write heads that are apart, (n * H_kv, (stop - start) * G, D), to their lines (n * L, H, D) of `out`."
+    """Write heads that are apart, (n * H_kv, (stop - start) * G, D), to their lines (n * L, H, D)
+    of `out`.
+    """
     n, length = group.read.shape
-    kv_heads, size = len(x) // n, x.shape[-1]
+    kv_heads = len(x) // n
+    size = x.shape[-1]
     place = out[group.lines].view(n, length, kv_heads, -1, size)[:, start:stop]
     place.copy_(x.view(n, kv_heads, stop - start, -1, size).transpose(1, 2))
 
@@ -228,7 +267,9 @@ def _bias(rows: int, keys: int, window: int | None, heads: int, device) -> torch
 
 
 def _probabilities(query, key, scale: float, window: int | None, rows: int) -> torch.Tensor:
-    "(b, rows * G, keys) float32: softmax of the scores of queries (b, rows * G, D) and keys (b, keys, D), both float32."
+    """(b, rows * G, keys) float32: softmax of the scores of queries (b, rows * G, D) and keys (b,
+    keys, D), both float32.
+    """
     scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
     unsure = rows if window is None else key.shape[1]  # earlier keys are seen by all
     scores[..., -unsure:] += _bias(rows, unsure, window, query.shape[1] // rows, query.device)
@@ -237,14 +278,23 @@ def _probabilities(query, key, scale: float, window: int | None, rows: int) -> t
 # %% ../../nbs/model/20_packing.ipynb #4d0ec9b6
 def _group_gradients(group: _Group, tensors, gradient, out, scale, window) -> None:
     "Write dQ, dK and dV of a group to their lines of `out`."
-    (query, key, value), dtype, heads = tensors, tensors[2].dtype, tensors[1].shape[1]
-    q, k, v, do = (_heads_apart(x, group.read, heads, torch.float32) for x in (query, key, value, gradient))
+    query, key, value = tensors
+    dtype = tensors[2].dtype
+    heads = tensors[1].shape[1]
+    q, k, v, do = (
+        _heads_apart(x, group.read, heads, torch.float32) for x in (query, key, value, gradient)
+    )
     if group.filled is not None:
-        do.view(len(group.read), heads, group.read.shape[1], -1).masked_fill_(group.filled[:, None, :, None], 0)
+        do.view(len(group.read), heads, group.read.shape[1], -1).masked_fill_(
+            group.filled[:, None, :, None], 0
+        )
     low_q, low_k, low_do = (x.to(dtype) for x in (q, k, do))
-    dk, dv, each = torch.zeros_like(k), torch.zeros_like(v), q.shape[1] // k.shape[1]
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    each = q.shape[1] // k.shape[1]
     for start, stop, first in _blocks(k.shape[1], window):
-        rows, seen = slice(start * each, stop * each), slice(first, stop)
+        rows = slice(start * each, stop * each)
+        seen = slice(first, stop)
         p = _probabilities(q[:, rows], k[:, seen], scale, window, stop - start)
         dp = torch.bmm(do[:, rows], v[:, seen].transpose(1, 2))
         ds = torch.ops.aten._softmax_backward_data(dp, p, -1, torch.float32).mul_(scale).to(dtype)
@@ -259,23 +309,31 @@ class GroupedAttention(torch.autograd.Function):
     "Causal attention of every text over itself, texts of nearly equal length at a time."
 
     @staticmethod
-    def forward(ctx, query, key, value, lengths, scale, window):  # (T, H, D), (T, H_kv, D), (T, H_kv, D_v) -> (T, H, D_v)
+    def forward(
+        ctx, query, key, value, lengths, scale, window
+    ):  # (T, H, D), (T, H_kv, D), (T, H_kv, D_v) -> (T, H, D_v)
         ctx.save_for_backward(query, key, value)
-        ctx.settings, heads, each = (lengths, scale, window), key.shape[1], query.shape[1] // key.shape[1]
+        ctx.settings = (lengths, scale, window)
+        heads = key.shape[1]
+        each = query.shape[1] // key.shape[1]
         groups, line, lines = _groups(lengths, query.shape[1], query.device)
         out = query.new_empty(lines, query.shape[1], value.shape[2])
         for group in groups:
             q, k = (_heads_apart(x, group.read, heads, torch.float32) for x in (query, key))
             v = _heads_apart(value, group.read, heads, value.dtype)
             for start, stop, first in _blocks(k.shape[1], window):
-                p = _probabilities(q[:, start * each : stop * each], k[:, first:stop], scale, window, stop - start).to(v.dtype)
-                mix = torch.bmm(p, v[:, first:stop]) / p.sum(-1, keepdim=True, dtype=torch.float32)  # rounded, they do not add up to 1
+                p = _probabilities(
+                    q[:, start * each : stop * each], k[:, first:stop], scale, window, stop - start
+                ).to(v.dtype)
+                # rounded, they do not add up to 1
+                mix = torch.bmm(p, v[:, first:stop]) / p.sum(-1, keepdim=True, dtype=torch.float32)
                 _put(out, group, start, stop, mix)
         return out.index_select(0, line)
 
     @staticmethod
     def backward(ctx, gradient):
-        tensors, (lengths, scale, window) = ctx.saved_tensors, ctx.settings
+        tensors = ctx.saved_tensors
+        lengths, scale, window = ctx.settings
         groups, line, lines = _groups(lengths, tensors[0].shape[1], gradient.device)
         out = [x.new_empty(lines, *x.shape[1:]) for x in tensors]
         for group in groups:
@@ -327,12 +385,24 @@ def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
-        raise InputError("torch's varlen attention has no dropout; install flash-attn or set attention_dropout = 0")
+        raise InputError(
+            "torch's varlen attention has no dropout; install flash-attn or set "
+            "attention_dropout = 0"
+        )
     seen = {"window_size": window}
     if "is_causal" in inspect.signature(varlen_attn).parameters:
         seen = {"is_causal": causal}
     return varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, enable_gqa=True, **seen
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scale,
+        enable_gqa=True,
+        **seen,
     )
 
 # %% ../../nbs/model/20_packing.ipynb #fd387c6d
@@ -348,28 +418,46 @@ def masked_attention(
     blind = ~sees.any(-1, keepdim=True)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=sees | blind, scale=scale, dropout_p=dropout)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=sees | blind, scale=scale, dropout_p=dropout
+    )
     return out.masked_fill(blind, 0.0)
 
 # %% ../../nbs/model/20_packing.ipynb #4d4a18c0
 def _masked_rows(query, key, value, sees, scale, dropout, window, softcap, sinks):
     "(B, L, H, D): the padded path, for models whose attention is nothing but causal."
     if softcap is not None or sinks is not None or (window or query.shape[2]) < query.shape[2]:
-        raise InputError("a padded pass under a mask of its own supports no capped scores, no sinks and no sliding window within the texts")
+        raise InputError(
+            "a padded pass under a mask of its own supports no capped scores, no "
+            "sinks and no sliding window within the texts"
+        )
     return masked_attention(query, key, value, sees, scale, dropout).transpose(1, 2)
 
 # %% ../../nbs/model/20_packing.ipynb #8d96df45
 ATTENTION = "anchor_packed"
-WITHOUT_EFFECT = {"position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+WITHOUT_EFFECT = {
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
 
 
 def _check_keywords(attention_mask, unknown: dict) -> None:
     "Raise `InputError` for what a model asks of attention and the packed kernels do not do."
     if attention_mask is not None:
-        raise InputError("it hands its attention a mask of its own, which packed attention does not know")
-    asked = sorted(name for name, value in unknown.items() if value is not None and name not in WITHOUT_EFFECT)
+        raise InputError(
+            "it hands its attention a mask of its own, which packed attention does not know"
+        )
+    asked = sorted(
+        name for name, value in unknown.items() if value is not None and name not in WITHOUT_EFFECT
+    )
     if asked:
-        raise InputError(f"it asks its attention for {', '.join(asked)}, which packed attention does not know")
+        raise InputError(
+            f"it asks its attention for {', '.join(asked)}, which packed attention does not know"
+        )
 
 # %% ../../nbs/model/20_packing.ipynb #fd9b79a7
 def packed_attention(
@@ -377,23 +465,41 @@ def packed_attention(
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
     cu_seqlens=None, lengths=None, sees=None, attend=None, causal=True, is_causal=None, **unknown,
 ):  # fmt: skip
-    "transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D_v) and None out. Raises `InputError`."
-    _check_keywords(attention_mask, unknown | ({"is_causal": is_causal} if causal and is_causal is False else {}))
+    """transformers' attention interface over a packed row: (1, H, T, D) in, (1, T, H, D_v) and None
+    out. Raises `InputError`.
+    """
+    _check_keywords(
+        attention_mask,
+        unknown | ({"is_causal": is_causal} if causal and is_causal is False else {}),
+    )
     if attend is not None:
         if s_aux is not None:
             raise InputError("attention sinks are not supported over a cache of keys and values")
         return attend(module, query, key, value, scaling, dropout, sliding_window, softcap), None
     if sees is not None:
-        return _masked_rows(query, key, value, sees, scaling, dropout, sliding_window, softcap, s_aux), None
+        return _masked_rows(
+            query, key, value, sees, scaling, dropout, sliding_window, softcap, s_aux
+        ), None
     if cu_seqlens is None or not query.shape[2] == key.shape[2] == sum(lengths):
-        raise InputError("the batch's boundaries did not reach its attention: the model does not hand them on, or was not called by packed_forward")
+        raise InputError(
+            "the batch's boundaries did not reach its attention: the model does not "
+            "hand them on, or was not called by packed_forward"
+        )
     kernel = attention_kernel(query.device.type, query.dtype)
     if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
         kernel = "grouped"
     if kernel == "grouped":
         special = dropout or not causal or softcap is not None or s_aux is not None
-        plain = partial(attention_per_text, dropout=dropout, causal=causal, softcap=softcap, sinks=s_aux) if special else grouped_attention
-        return plain(query, key, value, lengths=lengths, scale=scaling, window=sliding_window).transpose(1, 2), None
+        plain = (
+            partial(
+                attention_per_text, dropout=dropout, causal=causal, softcap=softcap, sinks=s_aux
+            )
+            if special
+            else grouped_attention
+        )
+        return plain(
+            query, key, value, lengths=lengths, scale=scaling, window=sliding_window
+        ).transpose(1, 2), None
     run = _flash_attention if kernel == "flash-attn" else _torch_varlen
     reach = sliding_window - 1 if sliding_window else -1
     window = (reach, 0 if causal else reach)
@@ -412,13 +518,19 @@ def packed_forward(
     causal: bool = True,  # False: a token also sees those after it in its text
 ) -> torch.Tensor:  # (T, d)
     "Last hidden states (after the final norm) of a packed batch."
-    inputs = {"input_ids": batch.ids[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
+    inputs = (
+        {"input_ids": batch.ids[None]}
+        if embeddings is None
+        else {"inputs_embeds": embeddings[None]}
+    )
     out = backbone(
         **inputs,
         position_ids=batch.positions[None],
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
-        causal=causal,  # transformers' own word for it, is_causal, would change the model's configuration during the call
+        # transformers' own word for it, is_causal, would change the model's configuration during
+        # the call
+        causal=causal,
         use_cache=False,
     )
     return out.last_hidden_state[0]
@@ -429,7 +541,11 @@ def masked_forward(
     embeddings: torch.Tensor,  # (B, L, d)
     sees: torch.Tensor,  # (B, 1, L, L) bool: may the row's token see the column's
 ) -> torch.Tensor:  # (B, L, d)
-    "Last hidden states of a padded rectangle under a mask of its own; positions run 0, 1, … in every row."
-    positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[:2])
+    """Last hidden states of a padded rectangle under a mask of its own; positions run 0, 1, … in
+    every row.
+    """
+    positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(
+        embeddings.shape[:2]
+    )
     out = backbone(inputs_embeds=embeddings, position_ids=positions, sees=sees, use_cache=False)
     return out.last_hidden_state

@@ -32,8 +32,12 @@ def sync_gradients(
     model,  # the wrapped module
     now: bool,  # whether this is the step's last micro-batch
 ):
-    "Context of one micro-batch: gradients are exchanged when `now` (or when weights are sharded), only collected otherwise."
-    return nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
+    """Context of one micro-batch: gradients are exchanged when `now` (or when weights are sharded),
+    only collected otherwise.
+    """
+    return (
+        nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
+    )
 
 
 def global_sum(accelerator, values: torch.Tensor) -> torch.Tensor:
@@ -66,7 +70,8 @@ def balanced_share(
     world: int,  # divides the number of rows
 ) -> list[int]:  # positions in the batch, ascending
     "The rows of one of `world` processes: as many as every other has, and about as long."
-    shares, work = [[] for _ in range(world)], [0] * world
+    shares = [[] for _ in range(world)]
+    work = [0] * world
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         lacking = (r for r in range(world) if len(shares[r]) < len(lengths) // world)
         least = min(lacking, key=lambda r: work[r])
@@ -86,7 +91,11 @@ def shard(
     dtype: torch.dtype,  # of the weights that a layer multiplies with; the slices stay as they are
 ) -> CausalDecoder:  # the same object, now a wrapper of itself
     "Slice the weights over all processes, layer by layer (FSDP2)."
-    lower = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != decoder.head.weight.dtype else {}
+    lower = (
+        {"param_dtype": dtype, "reduce_dtype": torch.float32}
+        if dtype != decoder.head.weight.dtype
+        else {}
+    )
     for layer in decoder.causal_lm.get_decoder().layers:
         if lower:
             fully_shard(norms_of(layer), mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
@@ -100,7 +109,9 @@ def is_sharded(model) -> bool:
 
 # %% ../../nbs/model/70_ranks.ipynb #96933938
 def own_parameters(decoder: CausalDecoder) -> dict[str, torch.Tensor]:
-    "All parameters by name as this process keeps them: slices, also right after a forward that put some together."
+    """All parameters by name as this process keeps them: slices, also right after a forward that
+    put some together.
+    """
     if is_sharded(decoder):
         decoder.reshard()
     return dict(decoder.named_parameters())
@@ -110,10 +121,14 @@ def whole_tensors(
     tensors: Mapping[str, torch.Tensor],  # slices or whole
     keep: bool = True,  # False: take part, but keep nothing
 ) -> dict[str, torch.Tensor]:  # on the CPU where they were sliced
-    "Tensors put together from the slices of all processes, one after the other; all processes must call it."
+    """Tensors put together from the slices of all processes, one after the other; all processes
+    must call it.
+    """
     found = {}
     for name, tensor in tensors.items():
-        whole = tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = (
+            tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+        )
         if keep:
             found[name] = whole
     return found
@@ -122,7 +137,11 @@ def whole_tensors(
 def as_slice_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     "`whole` (equal on all processes) on the device of `like`, cut as `like` is."
     whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else whole
+    return (
+        distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(like, DTensor)
+        else whole
+    )
 
 # %% ../../nbs/model/70_ranks.ipynb #4c40e707
 def agreed_parts(
@@ -143,7 +162,10 @@ def _cut_into(parts, lengths, number):
     "Parts of at least two rows cut in two, those with most tokens first, until there are `number`."
     parts = list(parts)
     while len(parts) < number:
-        index = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: sum(lengths[row] for row in parts[i]))
+        index = max(
+            (i for i, part in enumerate(parts) if len(part) > 1),
+            key=lambda i: sum(lengths[row] for row in parts[i]),
+        )
         middle = (len(parts[index]) + 1) // 2
         parts[index : index + 1] = [parts[index][:middle], parts[index][middle:]]
     return parts
@@ -153,12 +175,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class StopSignals:
-    "Context in which `STOP_SIGNALS` are noted in `received`; a second SIGINT raises KeyboardInterrupt at once."
+    """Context in which `STOP_SIGNALS` are noted in `received`; a second SIGINT raises
+    KeyboardInterrupt at once.
+    """
 
     def __enter__(self) -> "StopSignals":
-        self.received, self.handlers = 0, {}
+        self.received = 0
+        self.handlers = {}
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            heard = [
+                number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+            ]
             self.handlers = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -178,7 +205,9 @@ def leave_group_at_exit() -> None:
 
 
 def end_process(code: int) -> None:
-    "End this process with an exit code; one of several leaves its group first and skips the interpreter's teardown."
+    """End this process with an exit code; one of several leaves its group first and skips the
+    interpreter's teardown.
+    """
     if dist.is_available() and dist.is_initialized():
         if code == 0:
             dist.destroy_process_group()

@@ -16,9 +16,13 @@ from ..common.errors import InputError
 def clean(
     text: str,  # any text
 ) -> str:
-    "`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD. Raises `InputError` for anything but a string."
+    """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD. Raises
+    `InputError` for anything but a string.
+    """
     if not isinstance(text, str):
-        raise InputError(f"a text must be a string, but this is {type(text).__name__}: {text!r:.80}")
+        raise InputError(
+            f"a text must be a string, but this is {type(text).__name__}: {text!r:.80}"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -32,9 +36,18 @@ PROMPT = "Instruct: {instruction}\nQuery: {text}"
 def check_prompt(
     prompt: str,  # with {instruction} and {text}
 ) -> str:
-    "`prompt` itself. Raises `InputError` unless it holds both fields once and ends with the text, which is what truncation cuts."
-    if not isinstance(prompt, str) or prompt.count("{instruction}") * prompt.count("{text}") != 1 or not prompt.endswith("{text}"):
-        raise InputError(f"the prompt must hold {{instruction}} once and then end with {{text}}, like {PROMPT!r}, but it is {prompt!r}")
+    """`prompt` itself. Raises `InputError` unless it holds both fields once and ends with the text,
+    which is what truncation cuts.
+    """
+    if (
+        not isinstance(prompt, str)
+        or prompt.count("{instruction}") * prompt.count("{text}") != 1
+        or not prompt.endswith("{text}")
+    ):
+        raise InputError(
+            f"the prompt must hold {{instruction}} once and then end with {{text}}, "
+            f"like {PROMPT!r}, but it is {prompt!r}"
+        )
     return prompt
 
 
@@ -55,13 +68,18 @@ class Template:
     "What stands around every body: `header + body + footer + (eos_id,)`."
 
     style: str  # "plain", "chat" or "released"
-    header: tuple[int, ...]  # BOS where the tokenizer prepends one; in a chat also the opening of the user turn
-    footer: tuple[int, ...]  # between body and EOS: empty but for chats whose user turn has no end token of its own (Mistral)
+    # BOS where the tokenizer prepends one; in a chat also the opening of the user turn
+    header: tuple[int, ...]
+    # between body and EOS: empty but for chats whose user turn has no end token of its own
+    # (Mistral)
+    footer: tuple[int, ...]
     eos_id: int  # the last id of every sequence
 
     @property
     def opening(self) -> tuple[int, ...]:
-        "What opens every decode sequence: the header; where that is empty, one EOS, as it separates documents in pretraining."
+        """What opens every decode sequence: the header; where that is empty, one EOS, as it
+        separates documents in pretraining.
+        """
         return self.header or (self.eos_id,)
 
 # %% ../../nbs/model/10_text.ipynb #f93cd163
@@ -71,49 +89,72 @@ def _encode_markup(tokenizer, text):
 
 def _encode_bodies(tokenizer, texts, **options):
     return tokenizer(
-        texts, add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False, verbose=False, **options
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        padding=False,
+        truncation=False,
+        verbose=False,
+        **options,
     )
 
 # %% ../../nbs/model/10_text.ipynb #46acd91c
 def _eos_id(tokenizer, eos_token):
-    "The id of `eos_token`, or of the tokenizer's own when None. Raises `InputError` unless it is one id that no text can write."
+    """The id of `eos_token`, or of the tokenizer's own when None. Raises `InputError` unless it is
+    one id that no text can write.
+    """
     token = eos_token or tokenizer.eos_token
     if not token:
-        raise InputError(f"{_name(tokenizer)} has no eos_token: name one of its special tokens with eos_token=…")
+        raise InputError(
+            f"{_name(tokenizer)} has no eos_token: name one of its special tokens with eos_token=…"
+        )
     ids = _encode_markup(tokenizer, token)
     if len(ids) != 1 or tokenizer.convert_ids_to_tokens(ids[0]) != token:
         raise InputError(
-            f"the EOS token {token!r} is not one token of {_name(tokenizer)} but {len(ids)} ({tokenizer.convert_ids_to_tokens(ids)}): "
+            f"the EOS token {token!r} is not one token of {_name(tokenizer)} but {len(ids)} "
+            f"({tokenizer.convert_ids_to_tokens(ids)}): "
             "name one of its special tokens with eos_token=…"
         )
     if ids[0] in _encode_bodies(tokenizer, [f"a{token} {token}"])["input_ids"][0]:
         raise InputError(
-            f"the EOS token {token!r} is not a special token of {_name(tokenizer)}, so an ordinary text could end itself: "
-            "register it with tokenizer.add_special_tokens({'eos_token': …}) or name another one with eos_token=…"
+            f"the EOS token {token!r} is not a special token of {_name(tokenizer)}, so an ordinary "
+            "text could end itself: "
+            "register it with tokenizer.add_special_tokens({'eos_token': …}) or name another one "
+            "with eos_token=…"
         )
     return ids[0]
 
 
 def _name(tokenizer):
-    return f"the tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "this tokenizer"
+    return (
+        f"the tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "this tokenizer"
+    )
 
 # %% ../../nbs/model/10_text.ipynb #a7049649
 def _bos(tokenizer):
     "The ids that the tokenizer itself puts in front of a text."
-    bare, full = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    bare, full = (
+        list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True)
+    )
     starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
     return tuple(full[: starts[0]]) if starts else ()
 
 # %% ../../nbs/model/10_text.ipynb #a5af805b
-_QUESTION, _ANSWER, _NEXT = "ONEquestion", "ONEanswer", "NEXTquestion"
+_QUESTION = "ONEquestion"
+_ANSWER = "ONEanswer"
+_NEXT = "NEXTquestion"
 
 
 def _user_turn(tokenizer):
-    "The strings (opening with BOS, closing, ending of an answer) of the user turn in the chat template; None when not to be found."
+    """The strings (opening with BOS, closing, ending of an answer) of the user turn in the chat
+    template; None when not to be found.
+    """
     talk = [("user", _QUESTION), ("assistant", _ANSWER), ("user", _NEXT)]
     messages = [{"role": role, "content": content} for role, content in talk]
     try:
-        long, short = (tokenizer.apply_chat_template(part, tokenize=False) for part in (messages, messages[:2]))
+        long, short = (
+            tokenizer.apply_chat_template(part, tokenize=False) for part in (messages, messages[:2])
+        )
     except Exception:  # a chat template is a program of its own, which may raise anything
         return None
     if any(long.count(content) != 1 for _, content in talk) or short.count(_ANSWER) != 1:
@@ -122,7 +163,8 @@ def _user_turn(tokenizer):
     ending = short.split(_ANSWER)[1]
     if not between.startswith(ending):
         return None
-    opening, bos = between[len(ending) :].lstrip(), tokenizer.bos_token
+    opening = between[len(ending) :].lstrip()
+    bos = tokenizer.bos_token
     if bos and long.startswith(bos) and not opening.startswith(bos):
         opening = bos + opening
     return opening, closing.rstrip(), ending
@@ -141,12 +183,16 @@ def _ids_around(tokenizer, opening, closing):
 # %% ../../nbs/model/10_text.ipynb #475d9cde
 def _end_of_turn(tokenizer, ending):
     "The id of the special token that ends an answer; None when there is none."
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
+        tokenizer.all_special_ids
+    )
     return next((i for i in _encode_markup(tokenizer, ending) if i in special), None)
 
 
 def _chat_template(tokenizer, eos_token=None):
-    "(Template in style chat, id of the end of turn), or None when the tokenizer's chat template cannot be used."
+    """(Template in style chat, id of the end of turn), or None when the tokenizer's chat template
+    cannot be used.
+    """
     turn = _user_turn(tokenizer)
     if turn is None:
         return None
@@ -162,44 +208,80 @@ def _chat_template(tokenizer, eos_token=None):
     return Template("chat", header, footer, eos_id), end
 
 # %% ../../nbs/model/10_text.ipynb #32da736c
-_RELEASED_HEADER, _RELEASED_END = "<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"
+_RELEASED_HEADER = "<|start_header_id|>user<|end_header_id|>\n\n"
+_RELEASED_END = "<|eot_id|>"
 
 
 def _released_template(tokenizer):
     "Llama-3's user turn as strings; the last id of `<|eot_id|>` in place of the EOS."
     *footer, last = _encode_markup(tokenizer, _RELEASED_END)
-    return Template("released", _bos(tokenizer) + tuple(_encode_markup(tokenizer, _RELEASED_HEADER)), tuple(footer), last)
+    return Template(
+        "released",
+        _bos(tokenizer) + tuple(_encode_markup(tokenizer, _RELEASED_HEADER)),
+        tuple(footer),
+        last,
+    )
 
 # %% ../../nbs/model/10_text.ipynb #8f4aa225
 def _says_instruct(tokenizer):
     "Whether the model's name says that it was tuned for instructions."
-    parts = str(tokenizer.name_or_path or "").replace("\\", "/").rstrip("/").split("/snapshots/")[0].split("/")
+    parts = (
+        str(tokenizer.name_or_path or "")
+        .replace("\\", "/")
+        .rstrip("/")
+        .split("/snapshots/")[0]
+        .split("/")
+    )
     return re.search(r"instruct|chat|-it(?![a-z])", parts[-1], re.IGNORECASE) is not None
 
 # %% ../../nbs/model/10_text.ipynb #44cd22ac
 def make_template(
     tokenizer,  # a tokenizer of transformers
-    style: str = "auto",  # "plain", "chat", "released", or "auto": chat for instruct models with a usable chat template, else plain
-    eos_token: str | None = None,  # None: the tokenizer's own; in a chat the token that ends the user turn
+    # "plain", "chat", "released", or "auto": chat for instruct models with a usable chat template,
+    # else plain
+    style: str = "auto",
+    # None: the tokenizer's own; in a chat the token that ends the user turn
+    eos_token: str | None = None,
 ) -> Template:
-    "The template of a tokenizer. Raises `InputError` when the style is unknown or impossible, or the EOS is not one special token."
+    """The template of a tokenizer. Raises `InputError` when the style is unknown or impossible, or
+    the EOS is not one special token.
+    """
     if style not in ("auto", "plain", "chat", "released"):
-        raise InputError(f"unknown template {style!r}: choose 'auto', 'plain', 'chat' or 'released'")
+        raise InputError(
+            f"unknown template {style!r}: choose 'auto', 'plain', 'chat' or 'released'"
+        )
     if style == "released":
         if eos_token:
-            raise InputError(f"template 'released' ends in its own {_RELEASED_END}: leave eos_token = {eos_token!r} out")
+            raise InputError(
+                f"template 'released' ends in its own {_RELEASED_END}: leave "
+                f"eos_token = {eos_token!r} out"
+            )
         return _released_template(tokenizer)
-    chat = _chat_template(tokenizer, eos_token) if style != "plain" and getattr(tokenizer, "chat_template", None) else None
+    chat = (
+        _chat_template(tokenizer, eos_token)
+        if style != "plain" and getattr(tokenizer, "chat_template", None)
+        else None
+    )
     if style == "chat" and chat is None:
-        why = "whose user turn cannot be told from its text" if getattr(tokenizer, "chat_template", None) else "that is missing"
-        raise InputError(f"template 'chat' needs the chat template of {_name(tokenizer)}, {why}: use template 'plain'")
+        why = (
+            "whose user turn cannot be told from its text"
+            if getattr(tokenizer, "chat_template", None)
+            else "that is missing"
+        )
+        raise InputError(
+            f"template 'chat' needs the chat template of {_name(tokenizer)}, {why}: "
+            "use template 'plain'"
+        )
     if chat and (style == "chat" or chat[1] == tokenizer.eos_token_id or _says_instruct(tokenizer)):
         template = chat[0]
     else:
         template = Template("plain", _bos(tokenizer), (), _eos_id(tokenizer, eos_token))
     if template.eos_id in template.header + template.footer:
         token = tokenizer.convert_ids_to_tokens(template.eos_id)
-        raise InputError(f"the EOS token {token!r} also stands in front of every text: name another one with eos_token=…")
+        raise InputError(
+            f"the EOS token {token!r} also stands in front of every text: name "
+            "another one with eos_token=…"
+        )
     return template
 
 # %% ../../nbs/model/10_text.ipynb #225807b2
@@ -218,9 +300,12 @@ def opening_ids(
 # %% ../../nbs/model/10_text.ipynb #3e9c5978
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    "A text as the encoder reads it. `ids[start:stop]` is its body: no header, no instruction, no EOS."
+    """A text as the encoder reads it. `ids[start:stop]` is its body: no header, no instruction, no
+    EOS.
+    """
 
-    ids: list[int]  # the whole encode input; the last id is EOS (see `TextTokenizer` for the one exception)
+    # the whole encode input; the last id is EOS (see `TextTokenizer` for the one exception)
+    ids: list[int]
     start: int  # index of the first body id
     stop: int  # index behind the last body id
 
@@ -239,20 +324,37 @@ class TextTokenizer:
     def __init__(
         self,
         tokenizer,  # a tokenizer of transformers
-        template: str | Template = "auto",  # "auto", "plain", "chat", "released" (see `make_template`), or a ready `Template`
+        # "auto", "plain", "chat", "released" (see `make_template`), or a ready `Template`
+        template: str | Template = "auto",
         max_length: int = 512,  # ids of the whole encode input, EOS included
         eos_token: str | None = None,  # None: see `make_template`
         prompt: str = PROMPT,  # how an instruction and a text are joined
-        cut_eos: bool = False,  # with template "released": truncation cuts the whole sequence, its EOS first
+        # with template "released": truncation cuts the whole sequence, its EOS first
+        cut_eos: bool = False,
     ):
-        self.tokenizer, self.max_length, self.prompt, self.cut_eos = tokenizer, max_length, check_prompt(prompt), cut_eos
-        self.template = template if isinstance(template, Template) else make_template(tokenizer, template, eos_token)
+        self.tokenizer, self.max_length, self.prompt, self.cut_eos = (
+            tokenizer,
+            max_length,
+            check_prompt(prompt),
+            cut_eos,
+        )
+        self.template = (
+            template
+            if isinstance(template, Template)
+            else make_template(tokenizer, template, eos_token)
+        )
         if cut_eos and self.template.style != "released":
-            raise InputError(f"cut_eos is a fault of template 'released'; template {self.template.style!r} keeps its EOS: leave it out")
+            raise InputError(
+                "cut_eos is a fault of template 'released'; template "
+                f"{self.template.style!r} keeps its EOS: leave it out"
+            )
         behind = 0 if cut_eos else len(self.template.footer) + 1
         self.room = max_length - len(self.template.header) - behind  # for instruction and body
         if self.room < 1:
-            raise InputError(f"max_length {max_length} leaves no room for a body: it needs at least {max_length - self.room + 1}")
+            raise InputError(
+                f"max_length {max_length} leaves no room for a body: it needs at "
+                f"least {max_length - self.room + 1}"
+            )
 
     eos_id = property(lambda self: self.template.eos_id)  # the id that ends every sequence
 
@@ -261,15 +363,26 @@ class TextTokenizer:
         texts: list[str],  # n texts
         instruction: str | list[str | None] | None = None,  # one for all, or one for each text
     ) -> list[TokenizedText]:  # n, in the same order
-        "Tokenise `texts`. Raises `InputError` for a text that is no string, or an instruction that leaves no room for a body."
+        """Tokenise `texts`. Raises `InputError` for a text that is no string, or an instruction
+        that leaves no room for a body.
+        """
         texts, instructions = _check_texts(texts, instruction)
         return _tokenize(self, texts, instructions) if texts else []
 
     def config(self) -> dict:
         "The arguments that make this again from the same tokenizer, as plain JSON values."
         style = self.template.style
-        eos_token = None if style == "released" else self.tokenizer.convert_ids_to_tokens(self.template.eos_id)
-        return {"template": style, "max_length": self.max_length, "eos_token": eos_token, "prompt": self.prompt}
+        eos_token = (
+            None
+            if style == "released"
+            else self.tokenizer.convert_ids_to_tokens(self.template.eos_id)
+        )
+        return {
+            "template": style,
+            "max_length": self.max_length,
+            "eos_token": eos_token,
+            "prompt": self.prompt,
+        }
 
     def __repr__(self):
         return f"TextTokenizer({self.template.style}, max_length={self.max_length})"
@@ -283,26 +396,50 @@ def _check_texts(texts, instruction):
     if instruction is None or isinstance(instruction, str):
         instruction = [instruction] * len(texts)
     if len(instruction) != len(texts):
-        raise InputError(f"{len(instruction)} instructions for {len(texts)} texts: give one for all or one for each")
+        raise InputError(
+            f"{len(instruction)} instructions for {len(texts)} texts: give one for "
+            "all or one for each"
+        )
     return texts, [clean(one) if one else None for one in instruction]
 
 # %% ../../nbs/model/10_text.ipynb #efaa1634
 def _tokenize(text_tokenizer, texts, instructions):
     "One tokenizer call for all texts; the bodies cut from the right to the room there is."
-    tokenizer, template, room = text_tokenizer.tokenizer, text_tokenizer.template, text_tokenizer.room
+    tokenizer = text_tokenizer.tokenizer
+    template = text_tokenizer.template
+    room = text_tokenizer.room
     offsets = any(instructions)
     if offsets and not tokenizer.is_fast:
-        raise InputError(f"{_name(tokenizer)} is slow, without character offsets: load its fast variant to use instructions")
-    strings = [format_instruction(told, text, text_tokenizer.prompt) for told, text in zip(instructions, texts, strict=True)]
-    encoded = _encode_bodies(tokenizer, strings, **({"return_offsets_mapping": True} if offsets else {}))
+        raise InputError(
+            f"{_name(tokenizer)} is slow, without character offsets: load its fast "
+            "variant to use instructions"
+        )
+    strings = [
+        format_instruction(told, text, text_tokenizer.prompt)
+        for told, text in zip(instructions, texts, strict=True)
+    ]
+    encoded = _encode_bodies(
+        tokenizer, strings, **({"return_offsets_mapping": True} if offsets else {})
+    )
     result = []
-    for row, (ids, string, text) in enumerate(zip(encoded["input_ids"], strings, texts, strict=True)):
-        begin = _first_beyond(encoded["offset_mapping"][row], len(string) - len(text)) if instructions[row] else 0
+    for row, (ids, string, text) in enumerate(
+        zip(encoded["input_ids"], strings, texts, strict=True)
+    ):
+        begin = (
+            _first_beyond(encoded["offset_mapping"][row], len(string) - len(text))
+            if instructions[row]
+            else 0
+        )
         if begin and begin >= room:
-            length, needed = text_tokenizer.max_length, begin + 1 + text_tokenizer.max_length - room
-            raise InputError(f"max_length {length} leaves no room behind this instruction: it needs {needed}: {instructions[row]!r}")
+            length = text_tokenizer.max_length
+            needed = begin + 1 + text_tokenizer.max_length - room
+            raise InputError(
+                f"max_length {length} leaves no room behind this instruction: it "
+                f"needs {needed}: {instructions[row]!r}"
+            )
         body = list(ids[:room])
-        start, stop = len(template.header) + begin, len(template.header) + len(body)
+        start = len(template.header) + begin
+        stop = len(template.header) + len(body)
         whole = [*template.header, *body, *template.footer, template.eos_id]
         result.append(TokenizedText(whole[: text_tokenizer.max_length], start, stop))
     return result

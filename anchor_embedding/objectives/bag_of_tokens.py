@@ -28,15 +28,22 @@ def bag_loss(
     vectors: torch.Tensor,  # (n, d)
     bags: Sequence[Sequence[int]],  # n lists of distinct tokens; may be empty
 ) -> torch.Tensor:  # (n,) float32, nats
-    "For every vector the sum of -log p over its bag, from one projection onto the vocabulary; never holds all (n, V) logits."
-    weight, bias = decoder.head.weight, decoder.head.bias
+    """For every vector the sum of -log p over its bag, from one projection onto the vocabulary;
+    never holds all (n, V) logits.
+    """
+    weight = decoder.head.weight
+    bias = decoder.head.bias
     if torch.is_autocast_enabled(vectors.device.type):
-        vectors, weight = (x.to(torch.get_autocast_dtype(vectors.device.type)) for x in (vectors, weight))
+        vectors, weight = (
+            x.to(torch.get_autocast_dtype(vectors.device.type)) for x in (vectors, weight)
+        )
     rows = max(1, decoding.CHUNK_LOGITS // len(weight))
 
     def of_rows(vectors, weight, sizes, tokens):
         logits = decoder.logit_form(F.linear(vectors, weight, bias)).float()
-        row = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(tokens))
+        row = torch.arange(len(sizes), device=sizes.device).repeat_interleave(
+            sizes, output_size=len(tokens)
+        )
         given = torch.zeros(len(sizes), device=sizes.device).index_add(0, row, logits[row, tokens])
         return sizes * logits.logsumexp(-1) - given
 
@@ -44,9 +51,15 @@ def bag_loss(
     for start in range(0, len(bags), rows):
         part = bags[start : start + rows]
         sizes = torch.tensor([len(bag) for bag in part]).to(vectors.device, non_blocking=True)
-        tokens = torch.tensor([token for bag in part for token in bag], dtype=torch.int64).to(vectors.device, non_blocking=True)
+        tokens = torch.tensor([token for bag in part for token in bag], dtype=torch.int64).to(
+            vectors.device, non_blocking=True
+        )
         chunk = vectors[start : start + rows]
-        found.append(checkpoint(of_rows, chunk, weight, sizes, tokens, use_reentrant=False, preserve_rng_state=False))
+        found.append(
+            checkpoint(
+                of_rows, chunk, weight, sizes, tokens, use_reentrant=False, preserve_rng_state=False
+            )
+        )
     return torch.cat(found)
 
 # %% ../../nbs/objectives/26_bag_of_tokens.ipynb #03e4fd3a
@@ -62,22 +75,30 @@ class BagOfTokens(TokenMeans):
 
     def weights(self) -> dict[str, float]:
         "Every direction and its weight in the loss."
-        itself, other = (1 - self.ebar_weight) / 2, self.ebar_weight / 2
+        itself = (1 - self.ebar_weight) / 2
+        other = self.ebar_weight / 2
         return {"q2q": itself, "d2d": itself, "q2d": other, "d2q": other}
 
     def bags(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Distinct tokens of every target of every direction."
-        return [[sorted(set(text.body)) for text in getattr(batch, SIDES[name][1])] for name in directions]
+        return [
+            [sorted(set(text.body)) for text in getattr(batch, SIDES[name][1])]
+            for name in directions
+        ]
 
     def counts(self, batch: TokenBatch, directions: Sequence[str]) -> list[int]:
         "The number of targets of every direction."
         return [sum(map(len, side)) for side in self.bags(batch, directions)]
 
-    def sums(self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def sums(
+        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
         "(len(directions),) sums of -log p: one encode pass."
         sides = list(dict.fromkeys(SIDES[name][0] for name in directions))
         texts = [text.ids for side in sides for text in getattr(batch, side)]
-        vectors = decoder.encode(pack(texts, decoder.device), self.pooling).unflatten(0, (len(sides), -1))
+        vectors = decoder.encode(pack(texts, decoder.device), self.pooling).unflatten(
+            0, (len(sides), -1)
+        )
         vectors = torch.cat([vectors[sides.index(SIDES[name][0])] for name in directions])
         bags = [bag for side in self.bags(batch, directions) for bag in side]
         return bag_loss(decoder, vectors, bags).unflatten(0, (len(directions), -1)).sum(1)

@@ -20,7 +20,12 @@ from ..common.errors import InputError
 from ..common.show import cell_text, rows_html
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
 from ..data.examples import Example, fingerprint
-from ..model.decoder import CHUNK_LOGITS, CausalDecoder, check_head, vocabulary_logits
+from anchor_embedding.model.decoder import (
+    CHUNK_LOGITS,
+    CausalDecoder,
+    check_head,
+    vocabulary_logits,
+)
 from ..model.packing import pack, packed_forward, token_budget_batches
 from ..model.text import TextTokenizer, opening_ids
 from .objective import DIRECTIONS
@@ -44,11 +49,14 @@ def token_losses(
 def _packed_losses(decoder, inputs, targets) -> torch.Tensor:
     "Losses of all target tokens; the last outputs of every input predict its targets."
     batch = pack(inputs, decoder.device)
-    scored, flat = [], []
+    scored = []
+    flat = []
     for end, target in zip(accumulate(batch.lengths), targets, strict=True):
         scored += range(end - len(target), end)
         flat += target
-    scored, flat = (torch.tensor(x, dtype=torch.int64, device=decoder.device) for x in (scored, flat))
+    scored, flat = (
+        torch.tensor(x, dtype=torch.int64, device=decoder.device) for x in (scored, flat)
+    )
     states = packed_forward(decoder.causal_lm.get_decoder(), batch)
     return token_losses(decoder, states[scored], flat)
 
@@ -71,7 +79,9 @@ def context_losses(
     before: Sequence[int] = (),  # token ids in front of every context; see `opening_ids`
     token_budget: int = 8192,  # tokens at once; does not change the result
 ) -> list[torch.Tensor]:  # m times (length of the target,) float32, nats
-    "-log p of every target token after its context. Raises `InputError` for a sequence longer than the model's context."
+    """-log p of every target token after its context. Raises `InputError` for a sequence longer
+    than the model's context.
+    """
     keys = [(tuple(context), tuple(target)) for context, target in texts]
     different = list(dict.fromkeys(keys))
     inputs = [[*before, *context, *separator, *target[:-1]] for context, target in different]
@@ -102,7 +112,9 @@ def ratio_interval(
 # %% ../../nbs/objectives/15_ceiling.ipynb #b410fd92
 @dataclass(frozen=True)
 class Ceiling:
-    "What the counterpart's text saves against the next pair's, in nats per target token, and the losses it is made of."
+    """What the counterpart's text saves against the next pair's, in nats per target token, and the
+    losses it is made of.
+    """
 
     saving: float  # `next` - `own`
     low: float  # lower end of its 95 % interval over pairs
@@ -116,7 +128,9 @@ class Ceiling:
         return f"{self.saving:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def _ceiling_of(losses: Mapping[str, list[torch.Tensor]], first: int | None, samples: int, seed: int) -> Ceiling:
+def _ceiling_of(
+    losses: Mapping[str, list[torch.Tensor]], first: int | None, samples: int, seed: int
+) -> Ceiling:
     "The ceiling over the first tokens of every target, or all of them."
     sums = {}
     for name, parts in losses.items():
@@ -138,13 +152,21 @@ def anchor_ceiling(
     samples: int = 2000,  # of the bootstrap over pairs
     seed: int = 0,  # of the bootstrap
 ) -> dict[str, Ceiling]:  # q2d, q2d_first_8, d2q, d2q_first_8
-    "The yardstick of `anchor_gain`, not a strict bound: what the counterpart's whole text saves. Raises `InputError` for a single pair."
+    """The yardstick of `anchor_gain`, not a strict bound: what the counterpart's whole text saves.
+    Raises `InputError` for a single pair.
+    """
     if len(batch) < 2:
-        raise InputError("the ceiling needs the text of another pair, but there is one pair; give at least two")
+        raise InputError(
+            "the ceiling needs the text of another pair, but there is one pair; give at least two"
+        )
     if not len(separator) or first_tokens < 1:
-        raise InputError(f"{len(separator)} separator tokens, {first_tokens} first tokens: give at least one of each")
+        raise InputError(
+            f"{len(separator)} separator tokens, {first_tokens} first tokens: give at "
+            "least one of each"
+        )
     check_head(decoder, "the ceiling")
-    training, found = decoder.training, {}
+    training = decoder.training
+    found = {}
     decoder.eval()
     try:
         for name, sides in DIRECTIONS.items():
@@ -157,10 +179,16 @@ def anchor_ceiling(
     return found
 
 
-def _three_losses(decoder, sources, targets, separator, before, token_budget) -> dict[str, list[torch.Tensor]]:
+def _three_losses(
+    decoder, sources, targets, separator, before, token_budget
+) -> dict[str, list[torch.Tensor]]:
     "Losses of n targets after their own sources, after the next pairs' sources, and after nothing."
     contexts = {"own": sources, "next": sources[1:] + sources[:1], "none": [[]] * len(sources)}
-    texts = [(context, target) for given in contexts.values() for context, target in zip(given, targets, strict=True)]
+    texts = [
+        (context, target)
+        for given in contexts.values()
+        for context, target in zip(given, targets, strict=True)
+    ]
     losses = context_losses(decoder, texts, separator, before, token_budget)
     n = len(targets)
     return {name: losses[k * n : (k + 1) * n] for k, name in enumerate(contexts)}
@@ -187,7 +215,9 @@ def draw_pairs(
     number: int = 64,  # pairs of each dataset, at most
     seed: int = 42,
 ) -> dict[str, list[Example]]:  # dataset → its pairs
-    "A sample of every dataset, in random order. Raises `InputError` for a dataset of a single pair."
+    """A sample of every dataset, in random order. Raises `InputError` for a dataset of a single
+    pair.
+    """
     rows = getattr(examples, "rows", None)
     if rows is None:
         rows = {}
@@ -197,7 +227,10 @@ def draw_pairs(
     for name, indices in rows.items():
         size = min(number, len(indices))
         if size < 2:
-            raise InputError(f"the ceiling exchanges the texts of different pairs; {name!r} gives {size} of them, give at least two")
+            raise InputError(
+                f"the ceiling exchanges the texts of different pairs; {name!r} gives "
+                f"{size} of them, give at least two"
+            )
         chosen = random.Random(f"{seed} {name}").sample(range(len(indices)), size)
         drawn[name] = [examples[int(indices[place])] for place in chosen]
     return drawn
@@ -213,32 +246,51 @@ class Ceilings:
 
     def to_dict(self) -> dict:
         "Plain values for JSON."
-        found = {name: {key: asdict(one) for key, one in row.items()} for name, row in self.datasets.items()}
+        found = {
+            name: {key: asdict(one) for key, one in row.items()}
+            for name, row in self.datasets.items()
+        }
         return {"settings": self.settings, "pairs": self.pairs, "datasets": found}
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Ceilings":
         "What `to_dict` wrote; other keys are passed over."
-        found = {name: {key: Ceiling(**one) for key, one in row.items()} for name, row in values["datasets"].items()}
+        found = {
+            name: {key: Ceiling(**one) for key, one in row.items()}
+            for name, row in values["datasets"].items()
+        }
         return cls(found, dict(values["pairs"]), dict(values["settings"]))
 
     def rows(self) -> list[list]:
         "A header, and a row for each dataset."
         keys = list(next(iter(self.datasets.values()), {}))
         header = ["dataset", "pairs", *(key.replace("_", " ") for key in keys)]
-        return [header, *([name, self.pairs[name], *map(str, row.values())] for name, row in self.datasets.items())]
+        return [
+            header,
+            *(
+                [name, self.pairs[name], *map(str, row.values())]
+                for name, row in self.datasets.items()
+            ),
+        ]
 
     def __str__(self) -> str:
         rows = [[cell_text(value) for value in row] for row in self.rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)) for row in rows)
-        return "nats per token saved by the counterpart's text [95 % over pairs]\n" + "\n".join(line.rstrip() for line in lines)
+        lines = (
+            "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "nats per token saved by the counterpart's text [95 % over pairs]\n" + "\n".join(
+            line.rstrip() for line in lines
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         header, *rows = self.rows()
-        return rows_html("Nats per token saved by the counterpart's text [95 % over pairs]", header, rows)
+        return rows_html(
+            "Nats per token saved by the counterpart's text [95 % over pairs]", header, rows
+        )
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #a0e69b4e
 def measure_ceilings(
@@ -252,7 +304,8 @@ def measure_ceilings(
     say: Callable[[str], None] | None = None,  # told of every dataset that is done
 ) -> Ceilings:
     "`anchor_ceiling` of every dataset, without instructions. Raises `InputError`."
-    before, between = opening_ids(decode_opening, tokenizer.template), separator_ids(tokenizer, separator)
+    before = opening_ids(decode_opening, tokenizer.template)
+    between = separator_ids(tokenizer, separator)
     found = {}
     for name, examples in pairs.items():
         batch = tokenize_batch(examples, tokenizer, Instructions.none(), hard_negatives=0)
@@ -260,6 +313,10 @@ def measure_ceilings(
         if say:
             say(f"{name}: q2d {found[name]['q2d']}, d2q {found[name]['d2q']}")
     texts = fingerprint(example for examples in pairs.values() for example in examples)
-    settings = {"template": tokenizer.template.style, "max_length": tokenizer.max_length, "decode_opening": decode_opening}
+    settings = {
+        "template": tokenizer.template.style,
+        "max_length": tokenizer.max_length,
+        "decode_opening": decode_opening,
+    }
     settings |= {"separator": separator, "first_tokens": first_tokens, "fingerprint": texts}
     return Ceilings(found, {name: len(examples) for name, examples in pairs.items()}, settings)

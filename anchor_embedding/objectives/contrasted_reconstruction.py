@@ -34,7 +34,9 @@ class ContrastedReconstruction(Reconstruction):
     def contrastive(self) -> Contrastive:
         "The second term."
         settings = {"pooling": self.pooling, "token_budget": self.token_budget}
-        return Contrastive(temperature=self.contrastive_temperature, scale=self.contrastive_weight, **settings)
+        return Contrastive(
+            temperature=self.contrastive_temperature, scale=self.contrastive_weight, **settings
+        )
 
     def with_term(self, terms: dict[str, float], contrast: dict[str, float]) -> dict[str, float]:
         "The terms of both, and the loss they make together."
@@ -44,7 +46,8 @@ class ContrastedReconstruction(Reconstruction):
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         "Gradients of one global batch; returns the loss terms of all of it."
         contrast = self.contrastive().collect(model, batch, accelerator, exchange=False)
-        terms = super().step(model, batch, accelerator)  # its last pass touches all parameters, and exchanges the gradients of both
+        # its last pass touches all parameters, and exchanges the gradients of both
+        terms = super().step(model, batch, accelerator)
         return self.with_term(terms, as_numbers(contrast))
 
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:

@@ -30,7 +30,9 @@ from .objective import Objective, PairTokens, TextLengths
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #49207155
 def rivals_of_pairs(
-    keys: torch.Tensor,  # (n,) int64, equal for equal texts: of B queries, their B positives, and M negatives; n = 2B + M
+    # (n,) int64, equal for equal texts: of B queries, their B positives, and M negatives; n = 2B +
+    # M
+    keys: torch.Tensor,
     pools: torch.Tensor,  # (n,) int64, the pool each text competes in
     num_pairs: int,  # B
     mask_same_text: bool = False,  # a text equal to one of the pair's own two is no rival
@@ -38,7 +40,8 @@ def rivals_of_pairs(
 ) -> torch.Tensor:  # (b, n) bool
     "Which texts may stand against the positive of each pair."
     part = torch.arange(num_pairs, device=keys.device) if part is None else part
-    rivals, row = pools[part, None] == pools, torch.arange(len(part), device=keys.device)
+    rivals = pools[part, None] == pools
+    row = torch.arange(len(part), device=keys.device)
     rivals[row, part] = rivals[row, num_pairs + part] = False
     for own in (keys[part], keys[num_pairs + part]) if mask_same_text else ():
         rivals &= own[:, None] != keys
@@ -58,12 +61,16 @@ def softmax_loss(
     scores: torch.Tensor,  # (B, C) cosines
     rivals: torch.Tensor,  # (B, C) bool, which of them count
     temperature: float,
-    margin: float | None = None,  # a rival counts while its cosine is at most the positive's plus this; None = always
-) -> tuple[torch.Tensor, torch.Tensor]:  # scalar in nats; (B,) how many scores each softmax holds, the positive's included
+    # a rival counts while its cosine is at most the positive's plus this; None = always
+    margin: float | None = None,
+    # scalar in nats; (B,) how many scores each softmax holds, the positive's included
+) -> tuple[torch.Tensor, torch.Tensor]:
     "Mean of -log softmax(cosine / temperature) of the positive among its rivals."
     if margin is not None:
         rivals = rivals & (scores <= positive[:, None] + margin)
-    scores = torch.cat([positive[:, None], scores.masked_fill(~rivals, -torch.inf)], dim=1) / temperature
+    scores = (
+        torch.cat([positive[:, None], scores.masked_fill(~rivals, -torch.inf)], dim=1) / temperature
+    )
     return (scores.logsumexp(1) - scores[:, 0]).mean(), rivals.sum(1) + 1
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #713b0bf2
@@ -73,17 +80,25 @@ def loss_of_pairs(
     facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
     pairs: int,  # B
     part: torch.Tensor,  # (b,) int64, which pairs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # loss, its query-to-document term, scores in a softmax
+    # loss, its query-to-document term, scores in a softmax
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Means over some of the pairs of a batch."
-    all_queries, documents = unit[:pairs], unit[pairs:]
-    queries, positives, rivals = all_queries[part], documents[part], rivals_of_pairs(*facts.T, pairs, objective.mask_same_text, part)
-    positive, settings = (queries * positives).sum(1), (objective.temperature, objective.false_negative_margin)
+    all_queries = unit[:pairs]
+    documents = unit[pairs:]
+    queries = all_queries[part]
+    positives = documents[part]
+    rivals = rivals_of_pairs(*facts.T, pairs, objective.mask_same_text, part)
+    positive = (queries * positives).sum(1)
+    settings = (objective.temperature, objective.false_negative_margin)
     to_queries, to_documents = rivals.split([pairs, len(documents)], dim=1)
     side = side_rivals = rivals[:, :0]
     if objective.same_side_negatives:
-        side, side_rivals = torch.cat([queries @ all_queries.T, positives @ documents.T], 1), rivals
+        side = torch.cat([queries @ all_queries.T, positives @ documents.T], 1)
+        side_rivals = rivals
     scores = torch.cat([queries @ documents.T, side], 1)
-    infonce, counts = softmax_loss(positive, scores, torch.cat([to_documents, side_rivals], 1), *settings)
+    infonce, counts = softmax_loss(
+        positive, scores, torch.cat([to_documents, side_rivals], 1), *settings
+    )
     if not objective.symmetric_loss:
         return infonce, infonce, counts
     scores = torch.cat([positives @ all_queries.T, side], 1)
@@ -96,7 +111,10 @@ class _PartsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, unit, objective, facts, pairs, parts, trained):
-        loss, infonce, counts, total = unit.new_zeros(()), unit.new_zeros(()), [], torch.zeros_like(unit)
+        loss = unit.new_zeros(())
+        infonce = unit.new_zeros(())
+        counts = []
+        total = torch.zeros_like(unit)
         for part in parts:
             with torch.set_grad_enabled(trained):
                 leaf = unit.detach().requires_grad_(trained)
@@ -127,10 +145,20 @@ class ContrastiveLoss(Objective):
 
     temperature: Positive = 0.05  # scores are cosine / temperature
     hard_negatives: Natural = 1  # at most this many per query; 0 = in-batch only
-    negatives_pool: Annotated[int, obeys(lambda n: n == 0 or n >= 2, "0 (the whole batch) or at least 2")] = 0  # pairs whose texts compete
+    negatives_pool: Annotated[
+        int,
+        obeys(
+            lambda n: n == 0 or n >= 2,
+            "0 (the whole batch) or at "
+            # pairs whose texts compete
+            "least 2",
+        ),
+    ] = 0
     mask_same_text: bool = False  # a text equal to the query's own or its positive's is no negative
-    false_negative_margin: Annotated[float | None, Field(ge=-2, le=2)] = None  # nor one whose cosine exceeds the positive's by more
-    matryoshka: Annotated[Numbers, obeys(different, "different numbers of dimensions above 0")] = ()  # the loss is a mean over these too
+    # nor one whose cosine exceeds the positive's by more
+    false_negative_margin: Annotated[float | None, Field(ge=-2, le=2)] = None
+    # the loss is a mean over these too
+    matryoshka: Annotated[Numbers, obeys(different, "different numbers of dimensions above 0")] = ()
     symmetric_loss: bool = False  # documents look for their query too
     same_side_negatives: bool = False  # queries also compete with queries, documents with documents
 
@@ -140,11 +168,18 @@ class ContrastiveLoss(Objective):
         facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
         pairs: int,  # B
         most_scores: int = 2**20,  # of a part
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # loss, its query-to-document term, scores in a softmax
-        "The loss of vectors as they are, some pairs at a time where all of their scores would be many."
+        # loss, its query-to-document term, scores in a softmax
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss of vectors as they are, some pairs at a time where all of their scores would be
+        many.
+        """
         unit = F.normalize(vectors.float(), dim=-1)
-        parts = torch.arange(pairs, device=vectors.device).split(max(1, most_scores // len(vectors)))
-        return _PartsFunction.apply(unit, self, facts, pairs, parts, torch.is_grad_enabled() and unit.requires_grad)
+        parts = torch.arange(pairs, device=vectors.device).split(
+            max(1, most_scores // len(vectors))
+        )
+        return _PartsFunction.apply(
+            unit, self, facts, pairs, parts, torch.is_grad_enabled() and unit.requires_grad
+        )
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #b9d3448a
 def contrastive_terms(
@@ -156,7 +191,10 @@ def contrastive_terms(
     "The loss of a global batch; raises `InputError` for a prefix that the vectors do not have."
     width = vectors.shape[1]
     if wrong := [size for size in objective.matryoshka if not 1 <= size <= width]:
-        raise InputError(f"matryoshka names the length {wrong[0]}, but vectors have {width}: give lengths from 1 to {width}")
+        raise InputError(
+            f"matryoshka names the length {wrong[0]}, but vectors have {width}: give "
+            f"lengths from 1 to {width}"
+        )
     sizes = sorted({*objective.matryoshka, width})
     terms = [objective.of_prefix(vectors[:, :size], facts, num_pairs) for size in sizes]
     loss = torch.stack([loss for loss, _, _ in terms]).mean()
@@ -165,7 +203,9 @@ def contrastive_terms(
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #f7a75496
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    "State of the random generators a forward on `device` draws from: the CPU's and, for an accelerator, its own."
+    """State of the random generators a forward on `device` draws from: the CPU's and, for an
+    accelerator, its own.
+    """
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(*_which(device)))
@@ -186,7 +226,9 @@ def _which(device):
 
 @contextmanager
 def replayed(state: list[torch.Tensor], device: torch.device):
-    "Random numbers come as they came after `state`; afterwards the generators go on where they were."
+    """Random numbers come as they came after `state`; afterwards the generators go on where they
+    were.
+    """
     before = random_state(device)
     set_random_state(state, device)
     try:
@@ -200,11 +242,16 @@ def text_order(
     groups: Sequence[Sequence[int]],  # rows of every micro-batch; each row once
 ) -> torch.Tensor:  # (n,) int64
     "For the texts of the micro-batches, one after the other: their places in `batch.texts`."
-    pairs, places = len(batch), []
+    pairs = len(batch)
+    places = []
     start = 2 * pairs
     negatives = [range(start, start := start + len(row)) for row in batch.negatives]
     for group in groups:
-        places += [*group, *(pairs + row for row in group), *(place for row in group for place in negatives[row])]
+        places += [
+            *group,
+            *(pairs + row for row in group),
+            *(place for row in group for place in negatives[row]),
+        ]
     return torch.tensor(places)
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #f207ddc1
@@ -220,7 +267,8 @@ def global_terms(
     facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
     num_pairs: int,  # of this process, all ranks alike
     accelerator,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # terms of the global batch, the loss's gradient by `vectors` (n, d)
+    # terms of the global batch, the loss's gradient by `vectors` (n, d)
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     "The loss over the texts of all processes, differentiated by those of this one."
     own = vectors.detach().float().requires_grad_()
     everyone = gather_rows(accelerator, own)
@@ -240,7 +288,8 @@ def as_numbers(terms: dict[str, torch.Tensor]) -> dict[str, float]:
 class Contrastive(ContrastiveLoss):
     "Stage II: InfoNCE over in-batch and hard negatives."
 
-    scale: float = given(1.0)  # of the gradient: the weight of this loss where it stands beside another
+    # of the gradient: the weight of this loss where it stands beside another
+    scale: float = given(1.0)
 
     name: ClassVar[str] = "contrastive"
     title: ClassVar[str] = "InfoNCE"
@@ -257,17 +306,28 @@ class Contrastive(ContrastiveLoss):
     def groups(self, model, batch: TokenBatch) -> list[list[int]]:
         "The rows of every micro-batch."
         rows = zip(batch.queries, batch.positives, batch.negatives, strict=True)
-        return agreed_parts(model, [len(q) + len(p) + sum(map(len, n)) for q, p, n in rows], self.token_budget)
+        return agreed_parts(
+            model, [len(q) + len(p) + sum(map(len, n)) for q, p, n in rows], self.token_budget
+        )
 
     def facts(self, batch: TokenBatch, device, rank: int = 0, world: int = 1) -> torch.Tensor:
         "(n, 2) int64: key and pool of each text."
-        rows = [*range(len(batch))] * 2 + [row for row, negatives in enumerate(batch.negatives) for _ in negatives]
-        pools = [(row * world + rank) // self.negatives_pool if self.negatives_pool else 0 for row in rows]
+        rows = [*range(len(batch))] * 2 + [
+            row for row, negatives in enumerate(batch.negatives) for _ in negatives
+        ]
+        pools = [
+            (row * world + rank) // self.negatives_pool if self.negatives_pool else 0
+            for row in rows
+        ]
         keys = [text_key(text.body) for text in batch.texts]
         return torch.tensor([keys, pools]).to(device, non_blocking=True).T
 
-    def terms(self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int) -> dict[str, torch.Tensor]:
-        "See `contrastive_terms`; an objective over something else than one vector a text has terms of its own."
+    def terms(
+        self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int
+    ) -> dict[str, torch.Tensor]:
+        """See `contrastive_terms`; an objective over something else than one vector a text has
+        terms of its own.
+        """
         return contrastive_terms(self, vectors, facts, num_pairs)
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
@@ -275,26 +335,45 @@ class Contrastive(ContrastiveLoss):
         return decoder.encode(pack([text.ids for text in part.texts], decoder.device), self.pooling)
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
-        "Gradients of one global batch, of which this process holds `batch`; returns `infonce`, `loss`, `candidates` of all of it."
+        """Gradients of one global batch, of which this process holds `batch`; returns `infonce`,
+        `loss`, `candidates` of all of it.
+        """
         return as_numbers(self.collect(model, batch, accelerator))
 
-    def collect(self, model, batch: TokenBatch, accelerator, exchange: bool = True) -> dict[str, torch.Tensor]:
-        "`step` with its terms left on the device; without `exchange` the gradients wait for a later pass to exchange them."
-        groups, device, world = self.groups(model, batch), accelerator.device, accelerator.num_processes
-        parts, states, vectors = [batch.take(group) for group in groups], [], []
+    def collect(
+        self, model, batch: TokenBatch, accelerator, exchange: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """`step` with its terms left on the device; without `exchange` the gradients wait for a
+        later pass to exchange them.
+        """
+        groups = self.groups(model, batch)
+        device = accelerator.device
+        world = accelerator.num_processes
+        parts = [batch.take(group) for group in groups]
+        states = []
+        vectors = []
         last = len(parts) - 1
         for index, part in enumerate(parts):
             states.append(random_state(device))
-            with torch.set_grad_enabled(index == 0), sync_gradients(accelerator, model, now=exchange and not last):
+            with (
+                torch.set_grad_enabled(index == 0),
+                sync_gradients(accelerator, model, now=exchange and not last),
+            ):
                 vectors.append(model(self.encode, part))
         order = text_order(batch, groups).to(device, non_blocking=True)
         facts = self.facts(batch, device, accelerator.process_index, world)
-        terms, gradient = global_terms(self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator)
-        upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])  # wrappers average over ranks
+        terms, gradient = global_terms(
+            self, torch.cat(vectors)[order.argsort()], facts, len(batch), accelerator
+        )
+        # wrappers average over ranks
+        upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])
         with sync_gradients(accelerator, model, now=exchange and not last):
             accelerator.backward((vectors.pop(0).float() * upstreams[0]).sum())
         for index in range(1, len(parts)):
-            with sync_gradients(accelerator, model, now=exchange and index == last), replayed(states[index], device):
+            with (
+                sync_gradients(accelerator, model, now=exchange and index == last),
+                replayed(states[index], device),
+            ):
                 again = model(self.encode, parts[index])
                 accelerator.backward((again.float() * upstreams[index]).sum())
         return terms
@@ -318,14 +397,20 @@ class Contrastive(ContrastiveLoss):
         texts = self.read(lengths.query, *(lengths.document,) * (1 + self.hard_negatives))
         soft = self.soft_tokens.steps if self.soft_tokens else 0
         both = {"query": lengths.query, "document": lengths.document}
-        return PairTokens(**both, negatives=self.hard_negatives, encoded=tuple(length + soft for length in texts))
+        return PairTokens(
+            **both, negatives=self.hard_negatives, encoded=tuple(length + soft for length in texts)
+        )
 
     def competitors(self, batch_size: int, most_negatives: int) -> str:
         "In-batch positives and hard negatives, those that the data have."
         pairs = self.negatives_pool or batch_size
         taken = min(self.hard_negatives, most_negatives)
         hard = f" and up to {counted(pairs * taken, 'hard negative')}" if taken else ""
-        none = "; the data have no hard negatives" if self.hard_negatives and not most_negatives else ""
+        none = (
+            "; the data have no hard negatives"
+            if self.hard_negatives and not most_negatives
+            else ""
+        )
         return f"{counted(pairs - 1, 'in-batch positive')}{hard} for every query{none}"
 
     def departures(self, recipe) -> dict:

@@ -24,9 +24,12 @@ from .reconstruction import TokenMeans
 # %% ../../nbs/objectives/32_language_model.ipynb #219c4203
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel(TokenMeans):
-    "Query, then document, and the reverse: alpha * L_Q2D + (1 - alpha) * L_D2Q with texts in the place of anchors."
+    """Query, then document, and the reverse: alpha * L_Q2D + (1 - alpha) * L_D2Q with texts in the
+    place of anchors.
+    """
 
-    alpha: Share = 0.2  # weight of the document after its query; the query after its document has 1 - alpha
+    # weight of the document after its query; the query after its document has 1 - alpha
+    alpha: Share = 0.2
     before: tuple[int, ...] = given(())  # token ids in front of every sequence
     between: tuple[int, ...] = given((0,))  # token ids between the two texts
 
@@ -44,20 +47,31 @@ class LanguageModel(TokenMeans):
 
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[int]:
         "The number of targets of every direction."
-        return [sum(len(text.body) for text in getattr(batch, DIRECTIONS[name][1])) for name in names]
+        return [
+            sum(len(text.body) for text in getattr(batch, DIRECTIONS[name][1])) for name in names
+        ]
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
         "(len(names),) sums of -log p: one pass over both directions."
         pairs = []
         for name in names:
             sources, targets = (getattr(batch, side) for side in DIRECTIONS[name])
-            pairs += [(source.body, target.body) for source, target in zip(sources, targets, strict=True)]
-        inputs = pack([[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs], decoder.device)
-        scored, targets = [], []
+            pairs += [
+                (source.body, target.body) for source, target in zip(sources, targets, strict=True)
+            ]
+        inputs = pack(
+            [[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs],
+            decoder.device,
+        )
+        scored = []
+        targets = []
         for end, (_, target) in zip(accumulate(inputs.lengths), pairs, strict=True):
             scored += range(end - len(target), end)
             targets += target
-        scored, targets = (torch.tensor(x, dtype=torch.int64).to(decoder.device, non_blocking=True) for x in (scored, targets))
+        scored, targets = (
+            torch.tensor(x, dtype=torch.int64).to(decoder.device, non_blocking=True)
+            for x in (scored, targets)
+        )
         counts = self.counts(batch, names)
         states = decoder.states(inputs)[scored].split(counts)
         parts = zip(states, targets.split(counts), strict=True)

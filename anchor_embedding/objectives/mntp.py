@@ -30,10 +30,15 @@ def mask_id(
     tokenizer: TextTokenizer,
     token: str = "_",
 ) -> int:
-    "The id of the token that stands in for masked ones; raises `InputError` unless it is one token."
+    """The id of the token that stands in for masked ones; raises `InputError` unless it is one
+    token.
+    """
     ids = tokenizer.tokenizer(token, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.tokenizer.unk_token_id:
-        raise InputError(f"mask_token {token!r} is {len(ids)} tokens of this tokenizer: give one that is a single known token")
+        raise InputError(
+            f"mask_token {token!r} is {len(ids)} tokens of this tokenizer: give one "
+            "that is a single known token"
+        )
     return ids[0]
 
 
@@ -77,17 +82,30 @@ class MaskedPrediction(TokenMeans):
         return [sum(masked_number(text, self.mask_share) for text in self.texts(batch))]
 
     def chosen(self, text: TokenizedText, drawn: bool) -> torch.Tensor:
-        "(k,) the places that are masked, in order: drawn at random, or always the same ones of a text, whatever texts are beside it."
+        """(k,) the places that are masked, in order: drawn at random, or always the same ones of a
+        text, whatever texts are beside it.
+        """
         places = torch.tensor(places_to_mask(text), dtype=torch.int64)
-        generator = None if drawn else torch.Generator().manual_seed(zlib.crc32(array("q", text.ids).tobytes()))
-        return places[torch.randperm(len(places), generator=generator)[: masked_number(text, self.mask_share)].sort().values]
+        generator = (
+            None
+            if drawn
+            else torch.Generator().manual_seed(zlib.crc32(array("q", text.ids).tobytes()))
+        )
+        return places[
+            torch.randperm(len(places), generator=generator)[: masked_number(text, self.mask_share)]
+            .sort()
+            .values
+        ]
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
         "(1,) sum of -log p over the masked tokens, which are drawn at random in training."
         texts = self.texts(batch)
         packed = pack([text.ids for text in texts], decoder.device)
         starts = accumulate(packed.lengths[:-1], initial=0)
-        masked = [self.chosen(text, decoder.training) + start for text, start in zip(texts, starts, strict=True)]
+        masked = [
+            self.chosen(text, decoder.training) + start
+            for text, start in zip(texts, starts, strict=True)
+        ]
         masked = torch.cat(masked).to(decoder.device, non_blocking=True)
         targets = packed.ids[masked]
         packed.ids[masked] = self.mask_id
@@ -97,8 +115,10 @@ class MaskedPrediction(TokenMeans):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if recipe.attention == "causal":
-            yield ("`attention` = 'causal': mntp teaches a model to read in both directions; "
-                   'give attention = "bidirectional"')
+            yield (
+                "`attention` = 'causal': mntp teaches a model to read in both directions; "
+                'give attention = "bidirectional"'
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Each text is read once, whatever the pooling."

@@ -48,13 +48,16 @@ class PairTokens:
 
 # %% ../../nbs/objectives/10_objective.ipynb #c1ad4eed
 DIRECTIONS = {"q2d": ("queries", "positives"), "d2q": ("positives", "queries")}  # anchor of, target
-ITSELF = {"q2q": ("queries", "queries"), "d2d": ("positives", "positives")}  # plain auto-reconstruction
+# plain auto-reconstruction
+ITSELF = {"q2q": ("queries", "queries"), "d2d": ("positives", "positives")}
 SIDES = DIRECTIONS | ITSELF
 
 # %% ../../nbs/objectives/10_objective.ipynb #e2a03594
 @dataclass(frozen=True, kw_only=True)
 class Objective(Checked):
-    "What is learned from a batch of pairs. Its fields are settings of a recipe, but for those that are `given`."
+    """What is learned from a batch of pairs. Its fields are settings of a recipe, but for those
+    that are `given`.
+    """
 
     pooling: str = given("eos")  # how the encode pass makes a vector
     token_budget: int = given(8192)  # encode tokens of a micro-batch
@@ -64,17 +67,23 @@ class Objective(Checked):
     unit: ClassVar[str] = "pair"  # what a nat of its loss is counted by
     paper: ClassVar[str] = ""  # the shipped recipe that deviations are counted from
     uses_head: ClassVar[bool] = True  # the vocabulary head is part of the loss
-    compares_texts: ClassVar[bool] = False  # the texts of a batch compete: it needs two pairs, and GradCache
+    # the texts of a batch compete: it needs two pairs, and GradCache
+    compares_texts: ClassVar[bool] = False
     splits_by_budget: ClassVar[bool] = True  # `token_budget` splits a batch and changes no result
-    follows_gradient: ClassVar[bool] = False  # has a `part_loss`, whose gradient in float32 is compared with the run's
+    # has a `part_loss`, whose gradient in float32 is compared with the run's
+    follows_gradient: ClassVar[bool] = False
     soft_tokens: ClassVar = None  # what continues a text before it becomes a vector
     keeps_places: ClassVar[bool] = False  # a row's place in the batch matters: processes take turns
-    exchanges_pairs: ClassVar[bool] = False  # every query is shown with the positive of the next pair of the global batch
+    # every query is shown with the positive of the next pair of the global batch
+    exchanges_pairs: ClassVar[bool] = False
     hard_negatives = 0  # at most this many a query; a setting of some
-    decode_opening = None  # how vectors are decoded, a setting of some; None: as the base model's are
+    # how vectors are decoded, a setting of some; None: as the base model's are
+    decode_opening = None
 
     def step(self, model, batch, accelerator) -> dict[str, float]:
-        "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
+        """Gradients of one global batch, of which this process holds `batch`; returns the loss
+        terms of all of it.
+        """
         raise NotImplementedError
 
     def loss(self, decoder, batch) -> dict[str, float]:
@@ -86,7 +95,9 @@ class Objective(Checked):
         raise NotImplementedError
 
     def conflicts(self, recipe) -> Iterator[str]:
-        "What of a recipe (`batch_size`, `attention`, `pooling`, `token_budget`) does not go with these settings, in whole sentences."
+        """What of a recipe (`batch_size`, `attention`, `pooling`, `token_budget`) does not go with
+        these settings, in whole sentences.
+        """
         if self.compares_texts and recipe.batch_size < 2:
             yield f"`batch_size` = {recipe.batch_size}: contrastive learning needs at least 2 pairs in a batch"
 
@@ -102,7 +113,9 @@ class Objective(Checked):
         "What the figures of `watch` are held against, from the model as it is before training."
         return {}
 
-    def watch(self, decoder, batch, accelerator, places: Sequence[int], yardstick: Mapping) -> dict[str, float]:
+    def watch(
+        self, decoder, batch, accelerator, places: Sequence[int], yardstick: Mapping
+    ) -> dict[str, float]:
         "Figures beside the loss, of a global batch in which this process holds some places."
         return {}
 
@@ -123,7 +136,9 @@ class Objective(Checked):
         return {}
 
     def read(self, *lengths: float) -> tuple[float, ...]:
-        "Lengths of the sequences that `decoder.encode` makes of texts: echo poolings read them twice."
+        """Lengths of the sequences that `decoder.encode` makes of texts: echo poolings read them
+        twice.
+        """
         return tuple(2 * n - 1 for n in lengths) if self.pooling.startswith("echo_") else lengths
 
 # %% ../../nbs/objectives/10_objective.ipynb #63b5ee3a
@@ -140,7 +155,9 @@ def _import(module: str, name: str):
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # something that the module itself imports
         remedy = "is it installed, or its folder on PYTHONPATH?"
-        raise InputError(f"`objective` = {name!r}: there is no module {error.name!r}; {remedy}") from None
+        raise InputError(
+            f"`objective` = {name!r}: there is no module {error.name!r}; {remedy}"
+        ) from None
 
 
 def find_objective(
@@ -151,13 +168,20 @@ def find_objective(
     if wanted:
         found = getattr(_import(module, name), wanted, None)
         if not (isinstance(found, type) and issubclass(found, Objective)):
-            raise InputError(f"`objective` = {name!r}: {module} has no objective {wanted!r}, a class that inherits from `Objective`")
+            raise InputError(
+                f"`objective` = {name!r}: {module} has no objective {wanted!r}, a "
+                "class that inherits from `Objective`"
+            )
         return found
     if name not in objective_names():
         known = ", ".join(objective_names())
-        raise InputError(f"`objective` = {name!r}: must be one of {known}, or \"package.module:Class\"")
+        raise InputError(
+            f'`objective` = {name!r}: must be one of {known}, or "package.module:Class"'
+        )
     inside = vars(_import(f"{objectives.__name__}.{name}", name)).values()
-    return next(kind for kind in inside if isinstance(kind, type) and vars(kind).get("name") == name)
+    return next(
+        kind for kind in inside if isinstance(kind, type) and vars(kind).get("name") == name
+    )
 
 
 def name_of(kind: type[Objective]) -> str:

@@ -46,9 +46,12 @@ def decode_batch(
     of = [index for index, body in enumerate(bodies) if body]
     inputs = pack([[*before, 0, *bodies[i][:-1]] for i in of], device)
     ends = zip(of, accumulate(inputs.lengths), strict=True)
-    scored = [place for i, end in ends for place in range(end - len(bodies[i]), end)]  # as many as the body, at the end
+    # as many as the body, at the end
+    scored = [place for i, end in ends for place in range(end - len(bodies[i]), end)]
     targets = [token for i in of for token in bodies[i]]
-    targets, scored, of = (torch.tensor(x).to(device, non_blocking=True) for x in (targets, scored, of))
+    targets, scored, of = (
+        torch.tensor(x).to(device, non_blocking=True) for x in (targets, scored, of)
+    )
     return DecodeBatch(inputs, inputs.first + len(before), targets, scored, of)
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #eb9941ec
@@ -63,14 +66,19 @@ def decode_sums(
     anchors: torch.Tensor,  # (m, d), one per body, direction after direction
     bodies: Sequence[Sequence[Sequence[int]]],  # for every direction its bodies
     before: Sequence[int] = (),  # token ids in front of every slot, unscored; see `opening_ids`
-    input_dropout: float = 0.0,  # share of the decoder's input tokens that `eos_id` stands in for, in training
+    # share of the decoder's input tokens that `eos_id` stands in for, in training
+    input_dropout: float = 0.0,
     eos_id: int = 0,
     first_tokens: int = 0,  # so many targets at the beginning of each text
     first_weight: float = 1.0,  # count so much
 ) -> torch.Tensor:  # (directions,) float32, nats
-    "Sum of -log p over the targets of each direction (equations 3 and 4 before the division), the first of each text weighted."
+    """Sum of -log p over the targets of each direction (equations 3 and 4 before the division), the
+    first of each text weighted.
+    """
     counts = [sum(map(len, direction)) for direction in bodies]
-    if not sum(counts):  # a loss of 0 that still reaches the head and the anchors: every pass has a gradient for all parameters
+    # a loss of 0 that still reaches the head and the anchors: every pass has a gradient for all
+    # parameters
+    if not sum(counts):
         nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
         return vocabulary_loss(decoder, anchors[:0], nothing).expand(len(counts))
     flat = [body for direction in bodies for body in direction]
@@ -82,12 +90,15 @@ def decode_sums(
     sums = torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
     if first_weight == 1 or not first_tokens:
         return sums
-    return sums + (first_weight - 1) * _first_sums(decoder, states, batch.targets, bodies, first_tokens)
+    return sums + (first_weight - 1) * _first_sums(
+        decoder, states, batch.targets, bodies, first_tokens
+    )
 
 
 def _first_sums(decoder, states, targets, bodies, number):
     "(directions,) sums of -log p over the first `number` targets of every text."
-    first, start = [], 0
+    first = []
+    start = 0
     for body in (body for direction in bodies for body in direction):
         first += range(start, start + min(len(body), number))
         start += len(body)
@@ -126,7 +137,9 @@ class TokenMeans(Objective):
         return [batch.take(group) for group in agreed_parts(model, lengths, self.token_budget)]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
-        "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
+        """Gradients of one global batch, of which this process holds `batch`; returns the loss
+        terms of all of it.
+        """
         weights = {name: weight for name, weight in self.weights().items() if weight}
         names = list(weights)
         parts = self.micro_batches(model, batch)
@@ -156,7 +169,9 @@ class TokenMeans(Objective):
         weights = {name: weight for name, weight in self.weights().items() if weight}
         sums = decoder(self.sums, part, list(weights))
         counts = self.counts(part, list(weights))
-        return sum(weight * sums[i] / max(1, counts[i]) for i, weight in enumerate(weights.values()))
+        return sum(
+            weight * sums[i] / max(1, counts[i]) for i, weight in enumerate(weights.values())
+        )
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #f266fde7
 @dataclass(frozen=True, kw_only=True)
@@ -177,17 +192,38 @@ class Anchored(Objective):
         "Every `anchor_gain_every` steps."
         return bool(self.anchor_gain_every) and step % self.anchor_gain_every == 0
 
-    def yardstick(self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer) -> dict[str, float]:
-        "What the counterpart's whole text is worth in each direction (nats per token); see `anchor_ceiling`."
+    def yardstick(
+        self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer
+    ) -> dict[str, float]:
+        """What the counterpart's whole text is worth in each direction (nats per token); see
+        `anchor_ceiling`.
+        """
         opening = opening_ids("encode", tokenizer.template)
-        found = anchor_ceiling(decoder, batch, separator_ids(tokenizer), opening, token_budget=self.token_budget)
+        found = anchor_ceiling(
+            decoder, batch, separator_ids(tokenizer), opening, token_budget=self.token_budget
+        )
         return {name: found[name].saving for name in ("q2d", "d2q")}
 
-    def watch(self, decoder: CausalDecoder, batch: TokenBatch, accelerator, places: Sequence[int], yardstick: Mapping) -> dict[str, float]:
-        "See `anchor_gain`; beside each gain its share of the ceiling, where that is known and above zero."
+    def watch(
+        self,
+        decoder: CausalDecoder,
+        batch: TokenBatch,
+        accelerator,
+        places: Sequence[int],
+        yardstick: Mapping,
+    ) -> dict[str, float]:
+        """See `anchor_gain`; beside each gain its share of the ceiling, where that is known and
+        above zero.
+        """
         gains = anchor_gain(self, decoder, batch, accelerator, places)
-        shares = {name: share_of_ceiling(gains[f"anchor_gain_{name}"], nats) for name, nats in yardstick.items() if f"anchor_gain_{name}" in gains}
-        return gains | {f"share_of_ceiling_{name}": share for name, share in shares.items() if share is not None}
+        shares = {
+            name: share_of_ceiling(gains[f"anchor_gain_{name}"], nats)
+            for name, nats in yardstick.items()
+            if f"anchor_gain_{name}" in gains
+        }
+        return gains | {
+            f"share_of_ceiling_{name}": share for name, share in shares.items() if share is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +233,15 @@ class Reconstruction(Anchored, TokenMeans):
     alpha: Share = 0.2  # weight of EBQ2D; EBD2Q has 1 - alpha
     predict_eos: bool = False  # EOS is a target too
     decode_opening: Literal["encode", "none"] = "encode"  # what opens a decode sequence, not scored
-    target: Literal["counterpart", "itself"] = "counterpart"  # of the text that the anchor is of, or that text
+    # of the text that the anchor is of, or that text
+    target: Literal["counterpart", "itself"] = "counterpart"
     target_tokens: Natural = 0  # only the first so many tokens of a text are decoded; 0 = all
     first_tokens: Natural = 0  # so many targets at the beginning of each text …
     first_weight: Positive = 1.0  # … count so much
     input_dropout: Share = 0.0  # share of the decoder's input tokens that EOS stands in for
     anchor_gradient: NotNegative = 1.0  # factor on the gradient that reaches the encode pass
-    anchor: Literal["own", "shuffled"] = "own"  # shuffled: a control, every text is decoded behind the anchor of another pair
+    # shuffled: a control, every text is decoded behind the anchor of another pair
+    anchor: Literal["own", "shuffled"] = "own"
     before: tuple[int, ...] = given(())  # token ids in front of every slot; see `opening_ids`
 
     name: ClassVar[str] = "reconstruction"
@@ -228,26 +266,43 @@ class Reconstruction(Anchored, TokenMeans):
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Target tokens of every text of every direction."
         texts = (getattr(batch, SIDES[name][1]) for name in directions)
-        bodies = [[t.body + t.ids[-1:] if self.predict_eos else t.body for t in side] for side in texts]
+        bodies = [
+            [t.body + t.ids[-1:] if self.predict_eos else t.body for t in side] for side in texts
+        ]
         return [[body[: self.target_tokens or None] for body in side] for side in bodies]
 
     def counts(self, batch: TokenBatch, directions: Sequence[str]) -> list[float]:
         "What the sums of each direction are divided by: their targets, by weight."
         more = self.first_weight - 1
-        return [sum(len(body) + more * min(len(body), self.first_tokens) for body in side) for side in self.bodies(batch, directions)]
+        return [
+            sum(len(body) + more * min(len(body), self.first_tokens) for body in side)
+            for side in self.bodies(batch, directions)
+        ]
 
-    def encode(self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def encode(
+        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
         "(len(directions) * n, d) anchors: the first pass."
         texts = [text.ids for name in directions for text in getattr(batch, SIDES[name][0])]
         return decoder.encode(pack(texts, decoder.device), self.pooling)
 
-    def decode(self, decoder: CausalDecoder, anchors: torch.Tensor, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def decode(
+        self,
+        decoder: CausalDecoder,
+        anchors: torch.Tensor,
+        batch: TokenBatch,
+        directions: Sequence[str],
+    ) -> torch.Tensor:
         "(len(directions),) sums of -log p: the second pass."
         first = {"first_tokens": self.first_tokens, "first_weight": self.first_weight}
         noise = {"input_dropout": self.input_dropout, "eos_id": batch.queries[0].ids[-1]}
-        return decode_sums(decoder, anchors, self.bodies(batch, directions), self.before, **noise, **first)
+        return decode_sums(
+            decoder, anchors, self.bodies(batch, directions), self.before, **noise, **first
+        )
 
-    def sums(self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def sums(
+        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
         "(len(directions),) sums of -log p: both passes."
         anchors = self.encode(decoder, batch, directions)
         anchors = anchors.detach().lerp(anchors, self.anchor_gradient)
@@ -257,8 +312,11 @@ class Reconstruction(Anchored, TokenMeans):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if self.first_weight != 1 and not self.first_tokens:
-            yield (f"`first_weight` = {self.first_weight} changes nothing while `first_tokens` is 0: "
-                   "give that too, or leave this out")
+            yield (
+                f"`first_weight` = {self.first_weight} changes nothing while `first_tokens` is "
+                "0: "
+                "give that too, or leave this out"
+            )
         if self.first_tokens and self.first_weight == 1:
             yield f"`first_tokens` = {self.first_tokens} changes nothing while `first_weight` is 1"
         if self.anchor == "shuffled" and self.target == "itself":
@@ -289,8 +347,12 @@ class Reconstruction(Anchored, TokenMeans):
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #91d3e7ba
 def _all_anchors(own, places, accelerator):
-    "(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this process; (n,) places of these in it."
-    places = torch.tensor(range(own.shape[1]) if places is None else places).to(own.device, non_blocking=True)
+    """(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this
+    process; (n,) places of these in it.
+    """
+    places = torch.tensor(range(own.shape[1]) if places is None else places).to(
+        own.device, non_blocking=True
+    )
     if not accelerator:
         return own, places
     anchors = torch.cat(gather_rows(accelerator, own.transpose(0, 1)))
@@ -304,17 +366,27 @@ def anchor_gain(
     decoder: CausalDecoder,
     batch: TokenBatch,  # the pairs that this process holds of a global batch
     accelerator=None,  # of several processes, which must all call it
-    places: Sequence[int] | None = None,  # of these pairs in the global batch; None: they are all of it
+    # of these pairs in the global batch; None: they are all of it
+    places: Sequence[int] | None = None,
 ) -> dict[str, float]:  # anchor_gain_… of every direction (nats per token), mean_cosine
-    "Loss with the next pair's anchor minus loss with the right one, and how alike the anchors are. Raises `InputError` for a single pair."
+    """Loss with the next pair's anchor minus loss with the right one, and how alike the anchors
+    are. Raises `InputError` for a single pair.
+    """
     if isinstance(objective, Reconstruction):
         objective = replace(objective, first_weight=1.0, target_tokens=0, predict_eos=False)
-    names, parts = list(objective.weights()), objective.micro_batches(decoder, batch)
-    own = torch.cat([decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts], dim=1)
+    names = list(objective.weights())
+    parts = objective.micro_batches(decoder, batch)
+    own = torch.cat(
+        [decoder(objective.encode, part, names).unflatten(0, (len(names), -1)) for part in parts],
+        dim=1,
+    )
     anchors, places = _all_anchors(own.float(), places, accelerator)
     pairs = anchors.shape[1]
     if pairs < 2:
-        raise InputError("the anchor gain needs the anchor of another pair, but the batch has one: raise batch_size, or set anchor_gain_every = 0")
+        raise InputError(
+            "the anchor gain needs the anchor of another pair, but the batch has one: "
+            "raise batch_size, or set anchor_gain_every = 0"
+        )
     sums = anchors.new_zeros(2, len(names))
     for shift in (0, 1):
         start = 0
@@ -329,4 +401,6 @@ def anchor_gain(
     unit = torch.nn.functional.normalize(anchors[1], dim=-1)
     cosine = (unit.sum(0).square().sum() - unit.square().sum()) / (pairs * (pairs - 1))
     keys = [*(f"anchor_gain_{name}" for name in names), "mean_cosine"]
-    return dict(zip(keys, [*((other - right) / counts.clamp_min(1)).tolist(), cosine.item()], strict=True))
+    return dict(
+        zip(keys, [*((other - right) / counts.clamp_min(1)).tolist(), cosine.item()], strict=True)
+    )

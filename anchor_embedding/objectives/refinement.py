@@ -36,20 +36,31 @@ class SoftTokens:
 
     steps: int = 5  # K
     temperature: float = 1.0  # of the softmax over the vocabulary, T_s
-    kind: str = "mixture"  # "mixture": the vocabulary's mean under the model's prediction; "pause": trained vectors
-    add_eos: bool = True  # the text ends in EOS, and the soft tokens come behind it; the released code has none
-    vocabulary: int = 0  # so many rows of the vocabulary take part, the first ones; 0 = all, also those that no token has
+    # "mixture": the vocabulary's mean under the model's prediction; "pause": trained vectors
+    kind: str = "mixture"
+    # the text ends in EOS, and the soft tokens come behind it; the released code has none
+    add_eos: bool = True
+    # so many rows of the vocabulary take part, the first ones; 0 = all, also those that no token
+    # has
+    vocabulary: int = 0
 
     def __post_init__(self):
         if self.vocabulary < 0:
-            raise InputError(f"{self.vocabulary} rows of the vocabulary: give a number above 0, or 0 for all")
+            raise InputError(
+                f"{self.vocabulary} rows of the vocabulary: give a number above 0, or 0 for all"
+            )
         if self.steps < 1:
-            raise InputError(f"{self.steps} refinement steps: a vector needs at least 1, because the text's own last state is not pooled")
+            raise InputError(
+                f"{self.steps} refinement steps: a vector needs at least 1, because "
+                "the text's own last state is not pooled"
+            )
         if self.kind not in ("mixture", "pause"):
             raise InputError(f"soft tokens of kind {self.kind!r}; give 'mixture' or 'pause'")
 
     def prefix(self, ids: Sequence[int]) -> Sequence[int]:
-        "The token ids in front of the soft tokens, from those of a text with its EOS; an empty text keeps it."
+        """The token ids in front of the soft tokens, from those of a text with its EOS; an empty
+        text keeps it.
+        """
         return ids if self.add_eos else ids[:-1] or ids
 
 # %% ../../nbs/objectives/28_refinement.ipynb #1d1f5f2e
@@ -57,7 +68,9 @@ MIX_LOGITS = 2**25  # logits held at once: 128 MiB in float32
 
 
 def _chunks(head, table, rows, dtype):
-    "(slice, head rows, table rows) of the vocabulary, so that `rows` times a slice stays below `MIX_LOGITS`."
+    """(slice, head rows, table rows) of the vocabulary, so that `rows` times a slice stays below
+    `MIX_LOGITS`.
+    """
     size = max(1, MIX_LOGITS // rows)
     for start in range(0, len(head), size):
         cut = slice(start, start + size)
@@ -68,37 +81,50 @@ def _chunks(head, table, rows, dtype):
 def _online_softmax(states, head, table, temperature, dtype):
     "(n, d) mean of the table's rows under the softmax, and (n,) its log-sum-exp."
     most = states.new_full((len(states), 1), -torch.inf, dtype=torch.float32)
-    total, mix = torch.zeros_like(most), states.new_zeros(len(states), table.shape[1], dtype=torch.float32)
+    total = torch.zeros_like(most)
+    mix = states.new_zeros(len(states), table.shape[1], dtype=torch.float32)
     for _, weights, rows in _chunks(head, table, len(states), dtype):
         logits = (states.to(dtype) @ weights.T).float() / temperature
         larger = torch.maximum(most, logits.amax(1, keepdim=True))
-        shrink, share = (most - larger).exp(), (logits - larger).exp_()
+        shrink = (most - larger).exp()
+        share = (logits - larger).exp_()
         mix = mix * shrink + (share.to(dtype) @ rows).float()
-        total, most = total * shrink + share.sum(1, keepdim=True), larger
+        total = total * shrink + share.sum(1, keepdim=True)
+        most = larger
     return mix / total, (most + total.log())[:, 0]
 
 # %% ../../nbs/objectives/28_refinement.ipynb #7207867a
 class _VocabularyMix(torch.autograd.Function):
-    "softmax(states head^T / temperature) table, its weights never held and computed again in the backward pass."
+    """softmax(states head^T / temperature) table, its weights never held and computed again in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx, states, head, table, temperature, dtype):
         mix, normalizer = _online_softmax(states, head, table, temperature, dtype)
         ctx.save_for_backward(states, head, table, mix, normalizer)
-        ctx.temperature, ctx.dtype, ctx.one_table = temperature, dtype, head is table
+        ctx.temperature = temperature
+        ctx.dtype = dtype
+        ctx.one_table = head is table
         return mix
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         states, head, table, mix, normalizer = ctx.saved_tensors
-        low, table = states.to(ctx.dtype), head if ctx.one_table else table
+        low = states.to(ctx.dtype)
+        table = head if ctx.one_table else table
         upstream, inner = upstream.to(ctx.dtype), (mix * upstream).sum(1, keepdim=True)
         by_states = torch.zeros_like(states, dtype=torch.float32)
-        by_head, by_table = (torch.zeros_like(x) if needed else None for x, needed in zip((head, table), ctx.needs_input_grad[1:3], strict=True))
+        by_head, by_table = (
+            torch.zeros_like(x) if needed else None
+            for x, needed in zip((head, table), ctx.needs_input_grad[1:3], strict=True)
+        )
         for cut, weights, rows in _chunks(head, table, len(states), ctx.dtype):
             share = ((low @ weights.T).float() / ctx.temperature - normalizer[:, None]).exp_()
-            by_logits = (share * ((upstream @ rows.T).float() - inner) / ctx.temperature).to(ctx.dtype)
+            by_logits = (share * ((upstream @ rows.T).float() - inner) / ctx.temperature).to(
+                ctx.dtype
+            )
             by_states += (by_logits @ weights).float()
             if by_head is not None:
                 by_head[cut] = by_logits.T @ low
@@ -122,13 +148,19 @@ def vocabulary_mix(
     rows: int = 0,  # of the vocabulary that take part, the first ones; 0 = all
 ) -> torch.Tensor:  # (n, d) input embeddings, float32
     "The mean input embedding under the model's prediction of the next token."
-    head, table, form = decoder.head, decoder.causal_lm.get_input_embeddings(), decoder.logit_form
+    head = decoder.head
+    table = decoder.causal_lm.get_input_embeddings()
+    form = decoder.logit_form
     if head.bias is not None or form.cap is not None:
-        raise InputError("soft tokens need a vocabulary head without bias and without a cap on its logits")
+        raise InputError(
+            "soft tokens need a vocabulary head without bias and without a cap on its logits"
+        )
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
-        mix = _VocabularyMix.apply(states, *_first_rows(head.weight, table.weight, rows), temperature / form.scale, dtype)
+        mix = _VocabularyMix.apply(
+            states, *_first_rows(head.weight, table.weight, rows), temperature / form.scale, dtype
+        )
     return mix * getattr(table, "embed_scale", 1.0)  # Gemma's embeddings scale what they look up
 
 # %% ../../nbs/objectives/28_refinement.ipynb #4b39ce65
@@ -136,47 +168,73 @@ class PrefixCache:
     "Keys and values of n packed texts and of the soft tokens behind them, layer by layer."
 
     def __init__(self, batch: PackedBatch):
-        self.batch, self.prefix, self.soft = batch, {}, {}
+        self.batch = batch
+        self.prefix = {}
+        self.soft = {}
         self.lengths = batch.last - batch.first + 1  # (n,)
         slots = torch.arange(max(batch.lengths), device=self.lengths.device)
         self.index = (batch.first[:, None] + slots).clamp(max=batch.num_tokens - 1)  # (n, longest)
 
     def _rows(self, x):
-        "(n, H_kv, longest, D): the (1, H_kv, T, D) of packed texts, each text a row; what stands behind its end is masked."
+        """(n, H_kv, longest, D): the (1, H_kv, T, D) of packed texts, each text a row; what stands
+        behind its end is masked.
+        """
         tokens = x[0].transpose(0, 1).flatten(1).index_select(0, self.index.flatten())
         return tokens.view(*self.index.shape, x.shape[1], x.shape[3]).transpose(1, 2)
 
     def record(self, module, query, key, value, scaling, dropout, window, softcap):
         "(1, T, H, D): the attention of the packed texts, keys and values kept."
-        self.prefix.setdefault(module.layer_idx, (self._rows(key), self._rows(value)))  # a checkpointed layer comes here a second time
+        # a checkpointed layer comes here a second time
+        self.prefix.setdefault(module.layer_idx, (self._rows(key), self._rows(value)))
         self.soft.setdefault(module.layer_idx, {})
         bounds = {"cu_seqlens": self.batch.cu_seqlens, "lengths": self.batch.lengths}
-        return packed_attention(module, query, key, value, None, scaling, dropout, window, softcap, **bounds)[0]
+        return packed_attention(
+            module, query, key, value, None, scaling, dropout, window, softcap, **bounds
+        )[0]
 
     def attend(self, step, module, query, key, value, scaling, dropout, window, softcap):
         "(1, n, H, D): the attention of every text's soft token number `step` (from 0)."
         if softcap is not None:
             raise InputError("soft-capped attention scores (Gemma 2) are not supported")
-        row = lambda x: x[0].transpose(0, 1)[:, :, None]  # (n, H_kv, 1, D)
-        new, earlier = (row(key), row(value)), self.soft[module.layer_idx]
+
+        def row(x):
+            return x[0].transpose(0, 1)[:, :, None]  # (n, H_kv, 1, D)
+
+        new = (row(key), row(value))
+        earlier = self.soft[module.layer_idx]
         earlier.setdefault(step, new)
         so_far = zip(*(earlier[i] for i in range(step)), new, strict=True)
         blocks = self.prefix[module.layer_idx], [torch.cat(tensors, dim=2) for tensors in so_far]
-        grouped = row(query).view(len(self.lengths), key.shape[1], -1, query.shape[-1])  # (n, H_kv, H / H_kv, D)
-        out = _attend_blocks(grouped, blocks, self._visible(step, window), scaling or query.shape[-1] ** -0.5, dropout)
+        # (n, H_kv, H / H_kv, D)
+        grouped = row(query).view(len(self.lengths), key.shape[1], -1, query.shape[-1])
+        out = _attend_blocks(
+            grouped,
+            blocks,
+            self._visible(step, window),
+            scaling or query.shape[-1] ** -0.5,
+            dropout,
+        )
         return out.flatten(1, 2)[None].to(query.dtype)
 
     def _visible(self, step, window):
         "(n, longest + step + 1) bool: what soft token `step` may see."
-        slots = torch.arange(self.index.shape[1], device=self.lengths.device).expand(self.index.shape)
+        slots = torch.arange(self.index.shape[1], device=self.lengths.device).expand(
+            self.index.shape
+        )
         soft = self.lengths[:, None] + torch.arange(step + 1, device=self.lengths.device)
-        position = torch.cat([slots.masked_fill(slots >= self.lengths[:, None], -(2**40)), soft], dim=1)
+        position = torch.cat(
+            [slots.masked_fill(slots >= self.lengths[:, None], -(2**40)), soft], dim=1
+        )
         return self.lengths[:, None] + step - position < (window or 2**39)
 
 # %% ../../nbs/objectives/28_refinement.ipynb #36f52269
 def _attend_blocks(query, blocks, visible, scale, dropout):
-    "(n, H_kv, G, D): one softmax over the keys of all blocks [(keys, values) each (n, H_kv, L, D)]."
-    scores = torch.cat([(query @ keys.transpose(2, 3)).float() for keys, _ in blocks], dim=3) * scale
+    """(n, H_kv, G, D): one softmax over the keys of all blocks [(keys, values) each (n, H_kv, L,
+    D)].
+    """
+    scores = (
+        torch.cat([(query @ keys.transpose(2, 3)).float() for keys, _ in blocks], dim=3) * scale
+    )
     weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
     weights = F.dropout(weights, dropout) if dropout else weights
     parts = weights.to(query.dtype).split([keys.shape[2] for keys, _ in blocks], dim=3)
@@ -187,14 +245,19 @@ def check_context(decoder: CausalDecoder, longest: int, steps: int) -> None:
     "Raise `InputError` when `longest` tokens and `steps` soft tokens exceed the model's context."
     context = getattr(decoder.causal_lm.config, "max_position_embeddings", math.inf)
     if longest + steps > context:
-        raise InputError(f"{longest} tokens and {steps} refinement steps exceed the model's context of {context}; lower max_length or the steps")
+        raise InputError(
+            f"{longest} tokens and {steps} refinement steps exceed the model's "
+            f"context of {context}; lower max_length or the steps"
+        )
 
 
 def _pass(decoder, positions, attend, **inputs):
     "(T, d): states after the final norm of one row."
     inputs = {name: x[None] for name, x in inputs.items()}
     backbone = decoder.causal_lm.get_decoder()
-    return backbone(**inputs, position_ids=positions[None], attend=attend, use_cache=False).last_hidden_state[0]
+    return backbone(
+        **inputs, position_ids=positions[None], attend=attend, use_cache=False
+    ).last_hidden_state[0]
 
 
 def soft_states(
@@ -202,15 +265,23 @@ def soft_states(
     batch: PackedBatch,  # n texts
     tokens: SoftTokens,
 ) -> torch.Tensor:  # (n, K, d)
-    "States at the soft tokens of every text; raises `InputError` when they do not fit the model's context, or it reads in both directions."
+    """States at the soft tokens of every text; raises `InputError` when they do not fit the model's
+    context, or it reads in both directions.
+    """
     if decoder.attention != "causal":
-        raise InputError(f"soft tokens follow a text that is read causally; this model's attention is {decoder.attention}")
+        raise InputError(
+            "soft tokens follow a text that is read causally; this model's attention "
+            f"is {decoder.attention}"
+        )
     check_context(decoder, max(batch.lengths), tokens.steps)
-    cache, states = PrefixCache(batch), []
+    cache = PrefixCache(batch)
+    states = []
     state = _pass(decoder, batch.positions, cache.record, input_ids=batch.ids)[batch.last]
     for step in range(tokens.steps):
         token = _next_token(decoder, tokens, state, step)
-        state = _pass(decoder, cache.lengths + step, partial(cache.attend, step), inputs_embeds=token)
+        state = _pass(
+            decoder, cache.lengths + step, partial(cache.attend, step), inputs_embeds=token
+        )
         states.append(state)
     return torch.stack(states, dim=1)
 
@@ -220,7 +291,8 @@ def _next_token(decoder, tokens, state, step):
     dtype = decoder.causal_lm.get_input_embeddings().weight.dtype
     if tokens.kind == "mixture":
         return vocabulary_mix(decoder, state, tokens.temperature, tokens.vocabulary).to(dtype)
-    return (pause_token(decoder, step) + 0 * state).to(dtype)  # sharded weights of the last layer come back through `state` alone
+    # sharded weights of the last layer come back through `state` alone
+    return (pause_token(decoder, step) + 0 * state).to(dtype)
 
 # %% ../../nbs/objectives/28_refinement.ipynb #137194c0
 def add_pause_tokens(
@@ -232,7 +304,9 @@ def add_pause_tokens(
     "Give the decoder K trainable vectors to take the place of soft tokens."
     table = decoder.causal_lm.get_input_embeddings().weight
     if values is None:
-        noise = torch.randn(steps, table.shape[1], generator=torch.Generator().manual_seed(seed)).to(table.device)
+        noise = torch.randn(
+            steps, table.shape[1], generator=torch.Generator().manual_seed(seed)
+        ).to(table.device)
         values = table.detach().float().mean(0) + table.detach().float().std(0) * noise
     decoder.pause_tokens = nn.Parameter(values.to(table.device, torch.float32))
     if decoder.head.weight is not table:
@@ -243,7 +317,10 @@ def pause_token(decoder: CausalDecoder, step: int) -> torch.Tensor:
     "(d,) the pause token of a step; raises `InputError` when that many were not trained."
     trained = getattr(decoder, "pause_tokens", torch.empty(0))
     if step >= len(trained):
-        raise InputError(f"refinement step {step + 1} needs a pause token, but the model has {len(trained)}; ask for at most so many steps")
+        raise InputError(
+            f"refinement step {step + 1} needs a pause token, but the model has "
+            f"{len(trained)}; ask for at most so many steps"
+        )
     return trained[step]
 
 # %% ../../nbs/objectives/28_refinement.ipynb #11ba0f86
@@ -256,10 +333,16 @@ def pool_steps(
 ) -> torch.Tensor:  # (n, K, d) float32
     "The vectors after 1, 2, … K steps; raises `InputError` for another pooling."
     if pooling not in STEP_POOLINGS:
-        raise InputError(f"`pooling` = {pooling!r}: refinement pools the states at its soft tokens; give 'mean' or 'last'")
+        raise InputError(
+            f"`pooling` = {pooling!r}: refinement pools the states at its soft "
+            "tokens; give 'mean' or 'last'"
+        )
     if pooling == "last":
         return states.float()
-    return states.float().cumsum(1) / torch.arange(1, states.shape[1] + 1, device=states.device)[:, None]
+    return (
+        states.float().cumsum(1)
+        / torch.arange(1, states.shape[1] + 1, device=states.device)[:, None]
+    )
 
 
 def refine(
@@ -267,10 +350,17 @@ def refine(
     batch: PackedBatch,  # n texts
     tokens: SoftTokens,
     pooling: str = "mean",
-    steps: int | Sequence[int] | None = None,  # how many in place of `tokens.steps`; of a list, every one in one pass
+    # how many in place of `tokens.steps`; of a list, every one in one pass
+    steps: int | Sequence[int] | None = None,
 ) -> torch.Tensor:  # (n, d) float32; (n, k, d) for a list of k numbers
-    "The vectors of texts after some number of steps; raises `InputError` for none and for less than 1."
-    wanted = [tokens.steps if steps is None else steps] if steps is None or isinstance(steps, int) else list(steps)
+    """The vectors of texts after some number of steps; raises `InputError` for none and for less
+    than 1.
+    """
+    wanted = (
+        [tokens.steps if steps is None else steps]
+        if steps is None or isinstance(steps, int)
+        else list(steps)
+    )
     for number in (min(wanted, default=0), max(wanted, default=0)):
         tokens = replace(tokens, steps=number)
     vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)
@@ -280,7 +370,8 @@ def refine(
 # %% ../../nbs/objectives/28_refinement.ipynb #128c89ec
 def refinement_regularizer(
     losses: torch.Tensor,  # (K,) L_1 … L_K
-    detach: bool = True,  # the earlier loss of each pair is a constant; False: as in the released code
+    # the earlier loss of each pair is a constant; False: as in the released code
+    detach: bool = True,
     floor: float = 1e-8,  # added to every loss: a larger one keeps small losses from weighing much
 ) -> torch.Tensor:  # scalar, 0 for K = 1
     "R: by how much a step is worse than the one before, as a ratio; 0 where none is."
@@ -296,12 +387,18 @@ def refinement_terms(
     states: torch.Tensor,  # (n, K, d): B queries, their B positives, then negatives
     facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
     num_pairs: int,  # B
-) -> dict[str, torch.Tensor]:  # infonce, first_infonce (of step 1), regularizer, loss, candidates: scalars
+    # infonce, first_infonce (of step 1), regularizer, loss, candidates: scalars
+) -> dict[str, torch.Tensor]:
     "The stepwise contrastive loss and the regulariser of a global batch."
     vectors = pool_steps(states, objective.pooling)
-    steps = [contrastive_terms(objective, vectors[:, k], facts, num_pairs) for k in range(vectors.shape[1])]
+    steps = [
+        contrastive_terms(objective, vectors[:, k], facts, num_pairs)
+        for k in range(vectors.shape[1])
+    ]
     losses = torch.stack([terms["loss"] for terms in steps])
-    penalty = refinement_regularizer(losses, objective.detach_regularizer, objective.regularizer_floor)
+    penalty = refinement_regularizer(
+        losses, objective.detach_regularizer, objective.regularizer_floor
+    )
     loss = losses.mean() + objective.regularizer_weight * penalty
     return steps[-1] | {"first_infonce": steps[0]["infonce"], "regularizer": penalty, "loss": loss}
 
@@ -313,10 +410,12 @@ class Refinement(Contrastive):
     temperature: Positive = 0.02  # scores are cosine / temperature
     refine_steps: Counting = 5  # soft tokens behind a text, K
     soft_token_temperature: Positive = 1.0  # of the softmax over the vocabulary
-    soft_token_kind: Literal["mixture", "pause"] = "mixture"  # mean of the vocabulary, or trained vectors as a control
+    # mean of the vocabulary, or trained vectors as a control
+    soft_token_kind: Literal["mixture", "pause"] = "mixture"
     add_eos: bool = True  # the text ends in EOS before the soft tokens
     mask_unused_rows: bool = True  # rows of the vocabulary that no token has are in no soft token
-    regularizer_weight: NotNegative = 1.0  # of the penalty on steps that are worse than the one before, λ
+    # of the penalty on steps that are worse than the one before, λ
+    regularizer_weight: NotNegative = 1.0
     detach_regularizer: bool = True  # its earlier loss is a constant
     regularizer_floor: NotNegative = 1e-8  # added to the losses inside its logarithms
     pooling: str = given("mean")  # of the states at the soft tokens
@@ -329,20 +428,27 @@ class Refinement(Contrastive):
 
     def __post_init__(self):
         super().__post_init__()
-        pool_steps(torch.zeros(1, self.soft_tokens.steps, 1), self.pooling)  # refuse what cannot be computed before anything is
+        # refuse what cannot be computed before anything is
+        pool_steps(torch.zeros(1, self.soft_tokens.steps, 1), self.pooling)
 
     @property
     def soft_tokens(self) -> SoftTokens:
         "What has to be saved with the model."
         sort = {"temperature": self.soft_token_temperature, "kind": self.soft_token_kind}
-        return SoftTokens(steps=self.refine_steps, **sort, add_eos=self.add_eos, vocabulary=self.vocabulary)
+        return SoftTokens(
+            steps=self.refine_steps, **sort, add_eos=self.add_eos, vocabulary=self.vocabulary
+        )
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
         "(n, K, d) states of the texts of a micro-batch."
         tokens = self.soft_tokens
-        return soft_states(decoder, pack([tokens.prefix(text.ids) for text in part.texts], decoder.device), tokens)
+        return soft_states(
+            decoder, pack([tokens.prefix(text.ids) for text in part.texts], decoder.device), tokens
+        )
 
-    def terms(self, states: torch.Tensor, facts: torch.Tensor, num_pairs: int) -> dict[str, torch.Tensor]:
+    def terms(
+        self, states: torch.Tensor, facts: torch.Tensor, num_pairs: int
+    ) -> dict[str, torch.Tensor]:
         "See `refinement_terms`."
         return refinement_terms(self, states, facts, num_pairs)
 
@@ -360,27 +466,45 @@ class Refinement(Contrastive):
 # %% ../../nbs/objectives/28_refinement.ipynb #09d22e22
 def without_soft_tokens(embedder):
     "The same model with the state of a text's EOS as its vector."
-    return type(embedder)(embedder.decoder, embedder.tokenizer, "eos", decode_opening=embedder.decode_opening)
+    return type(embedder)(
+        embedder.decoder, embedder.tokenizer, "eos", decode_opening=embedder.decode_opening
+    )
 
 
 def sweep_steps(
     embedder,  # an `Embedder` with soft tokens
     heldout: HeldoutRetrieval,
-    steps: int = 20,  # most soft tokens; those of a model with pause tokens end with the trained ones
+    # most soft tokens; those of a model with pause tokens end with the trained ones
+    steps: int = 20,
     instruction: str | None = None,  # of the queries
     **settings,  # of `Embedder.encode`: batch_tokens, progress
-) -> list[dict]:  # for 0 … steps: steps, ndcg_at_10, recall_at_1, mrr; gain of nDCG over step 1, and low, high of its 95 % interval; ranks
+    # for 0 … steps: steps, ndcg_at_10, recall_at_1, mrr; gain of nDCG over step 1, and low, high of
+    # its
+    # 95 % interval; ranks
+) -> list[dict]:
     "Retrieval after every number of refinement steps; raises `InputError` like `Embedder.encode`."
     every = range(1, steps + 1)
-    both = lambda model, **more: (model.encode(heldout.queries, instruction, **more, **settings), model.encode(heldout.documents, **more, **settings))
+
+    def both(model, **more):
+        return (
+            model.encode(heldout.queries, instruction, **more, **settings),
+            model.encode(heldout.documents, **more, **settings),
+        )
+
     queries, documents = both(embedder, refine_steps=every)
     ranks = {k: heldout.ranks(queries[:, k - 1], documents[:, k - 1]) for k in every}
     if embedder.soft_tokens.add_eos:
         ranks = {0: heldout.ranks(*both(without_soft_tokens(embedder)))} | ranks
     ndcg = {k: query_ndcg(found) for k, found in ranks.items()}
     gains = {k: paired_bootstrap(figures, ndcg[1]) for k, figures in ndcg.items()}
-    interval = lambda gain: {"gain": gain.difference, "low": gain.low, "high": gain.high}
-    return [{"steps": k, **rank_metrics(found), **interval(gains[k]), "ranks": found} for k, found in ranks.items()]
+
+    def interval(gain):
+        return {"gain": gain.difference, "low": gain.low, "high": gain.high}
+
+    return [
+        {"steps": k, **rank_metrics(found), **interval(gains[k]), "ranks": found}
+        for k, found in ranks.items()
+    ]
 
 # %% ../../nbs/objectives/28_refinement.ipynb #f9ee888f
 def time_steps(
@@ -388,12 +512,17 @@ def time_steps(
     texts: Sequence[str],
     steps: Sequence[int] = (0, 1, 2, 5, 10, 20),
     rounds: int = 3,
-) -> dict[int, float]:  # number of steps → seconds of the processor, or of the clock where there is an accelerator
-    "What encoding the texts takes with each number of soft tokens, 0 being none: the fastest of some rounds."
+    # number of steps → seconds of the processor, or of the clock where there is an accelerator
+) -> dict[int, float]:
+    """What encoding the texts takes with each number of soft tokens, 0 being none: the fastest of
+    some rounds.
+    """
     clock = time.process_time if embedder.decoder.device.type == "cpu" else time.perf_counter
     found = dict.fromkeys(steps, math.inf)
     for number in [number for _ in range(rounds) for number in steps]:
-        model, asked = (embedder, {"refine_steps": number}) if number else (without_soft_tokens(embedder), {})
+        model, asked = (
+            (embedder, {"refine_steps": number}) if number else (without_soft_tokens(embedder), {})
+        )
         start = clock()
         model.encode(texts, progress=False, **asked)
         found[number] = min(found[number], clock() - start)

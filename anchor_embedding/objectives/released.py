@@ -41,7 +41,8 @@ def left_padded(
     width = max(map(len, texts))
     ids = torch.tensor([[eos_id] * (width - len(text)) + text.ids for text in texts])
     begins = torch.tensor([width - len(text) + text.start for text in texts])
-    content, scored = torch.arange(width) >= begins[:, None], ids != eos_id
+    content = torch.arange(width) >= begins[:, None]
+    scored = ids != eos_id
     parts = ids, content, scored, scored.flatten().nonzero()[:, 0]
     return PaddedBatch(*(part.to(device, non_blocking=True) for part in parts))
 
@@ -85,25 +86,34 @@ class ReleasedReconstruction(Anchored):
 
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of `micro_batch_size` pairs."
-        size, rows = self.micro_batch_size or len(batch), range(len(batch))
+        size = self.micro_batch_size or len(batch)
+        rows = range(len(batch))
         return [batch.take(rows[start : start + size]) for start in rows[::size]]
 
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Scored tokens of every text of every direction."
         sides = (getattr(batch, DIRECTIONS[name][1]) for name in directions)
-        return [[[token for token in text.ids if token != self.eos_id] for text in side] for side in sides]
+        return [
+            [[token for token in text.ids if token != self.eos_id] for text in side]
+            for side in sides
+        ]
 
-    def encode(self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def encode(
+        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
         "(len(directions) * n, d) anchors."
         texts = [text.ids for name in directions for text in getattr(batch, DIRECTIONS[name][0])]
         return decoder.encode(pack(texts, decoder.device), self.pooling)
 
-    def decode(self, decoder: CausalDecoder, anchors, batch: TokenBatch, directions: Sequence[str]) -> torch.Tensor:
+    def decode(
+        self, decoder: CausalDecoder, anchors, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
         "(len(directions),) sums of -log p over the scored tokens."
         sums = []
         for name, own in zip(directions, anchors.split(len(batch)), strict=True):
             padded = left_padded(getattr(batch, DIRECTIONS[name][1]), self.eos_id, decoder.device)
-            states, ids = decode_padded(decoder, own, padded).flatten(0, 1), padded.ids.flatten()
+            states = decode_padded(decoder, own, padded).flatten(0, 1)
+            ids = padded.ids.flatten()
             sums.append(vocabulary_loss(decoder, states[padded.places], ids[padded.places]))
         return torch.stack(sums)
 
@@ -119,8 +129,11 @@ class ReleasedReconstruction(Anchored):
         return self.alpha * means[0] + (1 - self.alpha) * means[1]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
-        "Gradients of one global batch, of which this process holds `batch`; returns the loss terms of all of it."
-        parts, terms = self.micro_batches(model, batch), 0.0
+        """Gradients of one global batch, of which this process holds `batch`; returns the loss
+        terms of all of it.
+        """
+        parts = self.micro_batches(model, batch)
+        terms = 0.0
         for index, part in enumerate(parts):
             with sync_gradients(accelerator, model, now=index == len(parts) - 1):
                 means = model(self.means, part) / len(parts)
@@ -132,7 +145,9 @@ class ReleasedReconstruction(Anchored):
     @torch.no_grad()
     def loss(self, decoder: CausalDecoder, batch: TokenBatch) -> dict[str, float]:
         "Loss terms of a batch, without gradient."
-        terms = torch.stack([decoder(self.means, part) for part in self.micro_batches(decoder, batch)]).mean(0)
+        terms = torch.stack(
+            [decoder(self.means, part) for part in self.micro_batches(decoder, batch)]
+        ).mean(0)
         return named_terms(DIRECTIONS, terms, self.weighted(terms))
 
     def part_loss(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
@@ -143,7 +158,7 @@ class ReleasedReconstruction(Anchored):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if recipe.attention != "causal":
-            yield "`objective = \"released\"` reads causally: leave `attention` out"
+            yield '`objective = "released"` reads causally: leave `attention` out'
         if self.micro_batch_size and recipe.batch_size % self.micro_batch_size:
             yield f"`micro_batch_size` = {self.micro_batch_size}: must divide `batch_size` = {recipe.batch_size}"
 
@@ -156,4 +171,9 @@ class ReleasedReconstruction(Anchored):
         both = {"query": lengths.query, "document": lengths.document}
         decoded = (1 + lengths.document, 1 + lengths.query)
         scored = lengths.document + lengths.query - 2
-        return PairTokens(**both, encoded=self.read(lengths.query, lengths.document), decoded=decoded, scored=scored)
+        return PairTokens(
+            **both,
+            encoded=self.read(lengths.query, lengths.document),
+            decoded=decoded,
+            scored=scored,
+        )

@@ -30,7 +30,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..data.batches import TokenBatch
-from ..model.agreement import check_configuration, distance, models_within, random_model
+from anchor_embedding.model.agreement import (
+    check_configuration,
+    distance,
+    models_within,
+    random_model,
+)
 from ..model.decoder import CausalDecoder, add_lora, load_decoder
 from ..model.packing import pack
 from ..model.text import TokenizedText
@@ -105,12 +110,17 @@ def tiny_configs(
         some = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
         values = TINY | small | {name: value for name, value in some.items() if value}
         values |= {} if ids is None else dict.fromkeys(_SPECIAL_IDS, ids or None)
-        yield lambda values=values: AutoConfig.for_model(model_type, **values | TYPES_OWN.get(model_type, {}))
+        yield lambda values=values: AutoConfig.for_model(
+            model_type, **values | TYPES_OWN.get(model_type, {})
+        )
 
 # %% ../../nbs/study/80_architectures.ipynb #530068b2
 def tiny_random_model(model_type: str) -> nn.Module:
-    "A tiny random model of a type, which runs by itself with eager attention. Raises `ValueError` with the exceptions."
-    faults, text = [], torch.tensor([3 * [5, 6, 7, 8, 9, 3, 2]])
+    """A tiny random model of a type, which runs by itself with eager attention. Raises `ValueError`
+    with the exceptions.
+    """
+    faults = []
+    text = torch.tensor([3 * [5, 6, 7, 8, 9, 3, 2]])
     for make in tiny_configs(model_type):
         try:
             config = make()
@@ -122,7 +132,8 @@ def tiny_random_model(model_type: str) -> nn.Module:
             with torch.no_grad():
                 model(input_ids=text, use_cache=False)
             return model
-        except Exception as error:  # a configuration's own checks and a model's own code may raise anything
+        # a configuration's own checks and a model's own code may raise anything
+        except Exception as error:
             faults.append(_one_line(error))
     raise ValueError("; ".join(list(dict.fromkeys(faults))[:2]))
 
@@ -167,10 +178,13 @@ def naive_decode(judge, backbone, anchor: torch.Tensor, text: TokenizedText) -> 
 # %% ../../nbs/study/80_architectures.ipynb #4920f1e0
 def naive_loss(judge, backbone, batch: TokenBatch, alpha: float = 0.2) -> torch.Tensor:
     "alpha * L_Q2D + (1 - alpha) * L_D2Q (equation 5)."
-    sums, tokens = [0.0, 0.0], [0, 0]
+    sums = [0.0, 0.0]
+    tokens = [0, 0]
     for query, document in zip(batch.queries, batch.positives, strict=True):
         for side, (source, target) in enumerate(((query, document), (document, query))):
-            sums[side] = sums[side] + naive_decode(judge, backbone, naive_vector(judge, backbone, source), target)
+            sums[side] = sums[side] + naive_decode(
+                judge, backbone, naive_vector(judge, backbone, source), target
+            )
             tokens[side] += len(target.body)
     return alpha * sums[0] / tokens[0] + (1 - alpha) * sums[1] / tokens[1]
 
@@ -187,18 +201,25 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     "The gradient of every parameter that has one."
     model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None and p.grad.any()
+    }
 
 
 def largest_error(
     ours: dict[str, torch.Tensor],
     theirs: dict[str, torch.Tensor],
 ) -> float:
-    "The largest relative error of a parameter's gradient; a gradient below a thousandth of the whole counts as that."
+    """The largest relative error of a parameter's gradient; a gradient below a thousandth of the
+    whole counts as that.
+    """
     whole = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
     errors = [0.0]
     for name in ours.keys() | theirs.keys():
-        a, b = ours.get(name), theirs.get(name)
+        a = ours.get(name)
+        b = theirs.get(name)
         if a is None or b is None:
             return 1.0
         errors.append(((a - b).norm() / b.norm().clamp_min(1e-3 * whole)).item())
@@ -207,12 +228,19 @@ def largest_error(
 
 def loss_errors(decoder, judged, judge, backbone, batch) -> dict[str, float]:
     "Relative errors of loss and gradients of what is trained."
-    ours, theirs = packed_loss(decoder, batch), naive_loss(judge, backbone, batch)
+    ours = packed_loss(decoder, batch)
+    theirs = naive_loss(judge, backbone, batch)
     loss = abs(ours.item() / theirs.item() - 1)
-    return {"loss": loss, "gradient": largest_error(gradients(judged, ours), gradients(judge, theirs))}
+    return {
+        "loss": loss,
+        "gradient": largest_error(gradients(judged, ours), gradients(judge, theirs)),
+    }
 
 # %% ../../nbs/study/80_architectures.ipynb #2540d37d
-LORA_TARGETS = (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("all-linear",))
+LORA_TARGETS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    ("all-linear",),
+)
 
 
 def lora_errors(decoder: CausalDecoder, judge, batch: TokenBatch) -> dict:
@@ -226,9 +254,13 @@ def lora_errors(decoder: CausalDecoder, judge, batch: TokenBatch) -> dict:
     else:
         return {"lora": f"refused: {refusal}"}
     maps = "all-linear" if targets == ("all-linear",) else list(targets)
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=maps, task_type="CAUSAL_LM")
-    backbone, judge = judge.get_decoder(), peft.get_peft_model(judge, config)
-    generator, own = torch.Generator().manual_seed(2), dict(decoder.model.named_parameters())
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=maps, task_type="CAUSAL_LM"
+    )
+    backbone = judge.get_decoder()
+    judge = peft.get_peft_model(judge, config)
+    generator = torch.Generator().manual_seed(2)
+    own = dict(decoder.model.named_parameters())
     with torch.no_grad():
         for name, parameter in judge.named_parameters():
             if "lora_" in name:
@@ -244,8 +276,12 @@ BOUNDS = {"vectors": 1e-4, "loss": 1e-3, "gradient": 1e-3, "lora_loss": 1e-3, "l
 
 def try_type(
     model_type: str,  # of transformers
-) -> dict:  # model_type, architecture, verdict ("right", "refused", "not built" or "wrong"), errors or reason
-    "A tiny random model of a type: are its vectors, its Stage I loss and gradients those of the judge, or is it refused?"
+    # model_type, architecture, verdict ("right", "refused", "not built" or "wrong"), errors or
+    # reason
+) -> dict:
+    """A tiny random model of a type: are its vectors, its Stage I loss and gradients those of the
+    judge, or is it refused?
+    """
     row = {"model_type": model_type, "architecture": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
     try:
         own = default_config(model_type)
@@ -261,7 +297,8 @@ def try_type(
             decoder = load_decoder(folder)
         except InputError as error:
             return row | {"verdict": "refused", "reason": _in_short(error, folder)}
-    batch, backbone = some_pairs(), judge.get_decoder()
+    batch = some_pairs()
+    backbone = judge.get_decoder()
     with torch.no_grad():
         ours = decoder.encode(pack([text.ids for text in batch.texts]))
         theirs = torch.stack([naive_vector(judge, backbone, text) for text in batch.texts])
@@ -297,14 +334,24 @@ def try_types(
         for model_type in model_types:
             rows.append(try_type(model_type))
             say(rows[-1])
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__, "peft": peft.__version__}
-    about = versions | {"commit": source_commit(), "date": time.strftime("%Y-%m-%d"), "device": f"cpu {platform.machine()}, float32"}
+    versions = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "peft": peft.__version__,
+    }
+    about = versions | {
+        "commit": source_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"cpu {platform.machine()}, float32",
+    }
     return {"about": about | {"bounds": BOUNDS}, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> None:
     "python -m anchor_embedding.study.architectures --out FILE [TYPE …]"
-    parser = argparse.ArgumentParser(description="Which causal language models of the installed transformers work")
+    parser = argparse.ArgumentParser(
+        description="Which causal language models of the installed transformers work"
+    )
     parser.add_argument("types", nargs="*", help="model types of transformers; none = all")
     parser.add_argument("--out", help="where the table goes, as JSON")
     options = parser.parse_args(argv)
@@ -314,7 +361,10 @@ def main(argv: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"no causal language model of transformers: {', '.join(unknown)}")
     types = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found = try_types(types, lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True))
+    found = try_types(
+        types,
+        lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True),
+    )
     if options.out:
         write_text(options.out, json.dumps(found, indent=1) + "\n")
 

@@ -79,8 +79,12 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 
 def shapes() -> dict[str, str]:  # name on the command line → name of a shape
     "The models a bench can be asked for."
-    found = {name.rpartition("/")[2].lower(): name for name in known_shapes() if "Instruct" not in name}
-    return {"tiny": "tiny", "smollm2": SMOLLM2} | {short: name for short, name in found.items() if not short.startswith("smollm2")}
+    found = {
+        name.rpartition("/")[2].lower(): name for name in known_shapes() if "Instruct" not in name
+    }
+    return {"tiny": "tiny", "smollm2": SMOLLM2} | {
+        short: name for short, name in found.items() if not short.startswith("smollm2")
+    }
 
 
 def random_model(
@@ -96,20 +100,28 @@ def random_model(
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2" if shape.qkv_bias else "llama", **sizes), dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("qwen2" if shape.qkv_bias else "llama", **sizes),
+            dtype=torch.bfloat16,
+        )
 
 # %% ../../nbs/study/70_bench.ipynb #3515cae1
 def check_room(
     shape: ModelShape,
     device: torch.device,
 ) -> None:
-    "Raise `InputError` where the weights of two sides and what belongs to them do not fit into memory."
+    """Raise `InputError` where the weights of two sides and what belongs to them do not fit into
+    memory.
+    """
     needed = 2 * 16 * count_parameters(shape)
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if needed > free:
-        raise InputError(f"this shape takes {needed / 1e9:.0f} GB for two sides, and there are {free / 1e9:.0f} GB; bench a smaller one")
+        raise InputError(
+            f"this shape takes {needed / 1e9:.0f} GB for two sides, and there are "
+            f"{free / 1e9:.0f} GB; bench a smaller one"
+        )
 
 
 @contextmanager
@@ -118,22 +130,31 @@ def base_model(
     device: torch.device,
     say: Callable[[str], None] = print,
 ) -> Iterator[str]:  # folder
-    "The weights that all sides load. Raises `InputError` for an unknown name, or for one that is too large."
+    """The weights that all sides load. Raises `InputError` for an unknown name, or for one that is
+    too large.
+    """
     if name not in shapes():
-        raise InputError(f"unknown shape {name!r}: {closest(name, shapes())}; known: {', '.join(shapes())}")
+        raise InputError(
+            f"unknown shape {name!r}: {closest(name, shapes())}; known: {', '.join(shapes())}"
+        )
     if name != "tiny":
         check_room(known_shapes()[shapes()[name]], device)
     if name == "smollm2":
         yield resolve_base(SMOLLM2, say).path
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model("llama", **TINY) if name == "tiny" else random_model(known_shapes()[shapes()[name]])
+        model = (
+            tiny_model("llama", **TINY)
+            if name == "tiny"
+            else random_model(known_shapes()[shapes()[name]])
+        )
         model.save_pretrained(folder)
         tiny_tokenizer("smollm2").save_pretrained(folder)
         yield folder
 
 # %% ../../nbs/study/70_bench.ipynb #f9589e6d
-QUERY, DOCUMENT = (16, 0.5), (128, 0.7)  # mean tokens, standard deviation of their logarithm
+QUERY = (16, 0.5)
+DOCUMENT = (128, 0.7)  # mean tokens, standard deviation of their logarithm
 MOST = 512  # tokens
 
 
@@ -144,7 +165,9 @@ def drawn_lengths(
     sigma: float,  # of the logarithm; 0 = all equal
 ) -> np.ndarray:  # (count,) int
     "Log-normal lengths, 1 to `MOST`."
-    return np.clip(np.rint(generator.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)), 1, MOST).astype(int)
+    return np.clip(
+        np.rint(generator.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)), 1, MOST
+    ).astype(int)
 
 
 def plain_words(tokenizer) -> list[str]:
@@ -161,10 +184,15 @@ def drawn_pairs(
     seed: int = 0,
 ) -> list[Example]:  # with one negative each
     "Pairs of random words with lengths of this distribution."
-    generator, words = np.random.default_rng(seed), plain_words(tokenizer)
+    generator = np.random.default_rng(seed)
+    words = plain_words(tokenizer)
     sides = [drawn_lengths(generator, count, *spread) for spread in (query, document, document)]
-    queries, positives, negatives = ([" ".join(generator.choice(words, n)) for n in side] for side in sides)
-    return [Example(q, p, (n,), "bench") for q, p, n in zip(queries, positives, negatives, strict=True)]
+    queries, positives, negatives = (
+        [" ".join(generator.choice(words, n)) for n in side] for side in sides
+    )
+    return [
+        Example(q, p, (n,), "bench") for q, p, n in zip(queries, positives, negatives, strict=True)
+    ]
 
 # %% ../../nbs/study/70_bench.ipynb #015fd151
 def stored_pairs(
@@ -176,8 +204,14 @@ def stored_pairs(
     "A sample of real pairs. Raises `InputError` when there are too few."
     store = open_examples(data, progress=False, say=say)
     if len(store) < count:
-        raise InputError(f"{data}: {len(store)} pairs, but the bench takes {count}; give more data, or fewer with --pairs")
-    return [replace(store[row], dataset="bench") for row in random.Random(seed).sample(range(len(store)), count)]
+        raise InputError(
+            f"{data}: {len(store)} pairs, but the bench takes {count}; give more "
+            "data, or fewer with --pairs"
+        )
+    return [
+        replace(store[row], dataset="bench")
+        for row in random.Random(seed).sample(range(len(store)), count)
+    ]
 
 # %% ../../nbs/study/70_bench.ipynb #da453566
 def needed_flops(
@@ -188,11 +222,18 @@ def needed_flops(
     adapters: int = 0,  # weights of the adapters
 ) -> float:
     "Floating-point operations that a step cannot do without."
-    tokens, squares = sum(lengths), sum(length * (length + 1) / 2 for length in lengths)
-    maps, attention = 2 * tokens * shape.matrices * shape.layers, 4 * squares * shape.heads * shape.head_dim * shape.layers
-    head, lora = 2 * scored * shape.embeddings, 2 * tokens * adapters
+    tokens = sum(lengths)
+    squares = sum(length * (length + 1) / 2 for length in lengths)
+    maps = 2 * tokens * shape.matrices * shape.layers
+    attention = 4 * squares * shape.heads * shape.head_dim * shape.layers
+    head = 2 * scored * shape.embeddings
+    lora = 2 * tokens * adapters
     forward = maps + attention + head + lora
-    backward = {"none": 0, "lora": maps + 2 * (attention + lora) + head, "full": 2 * (maps + attention + head)}[trained]
+    backward = {
+        "none": 0,
+        "lora": maps + 2 * (attention + lora) + head,
+        "full": 2 * (maps + attention + head),
+    }[trained]
     return forward + backward
 
 # %% ../../nbs/study/70_bench.ipynb #d32feba0
@@ -209,7 +250,9 @@ def batch_flops(
         return needed_flops(shape, encoded, 0, recipe.tuning, adapters)
     texts = [*batch.queries, *batch.positives]
     decoded = [opening + len(text.body) for text in texts]
-    return needed_flops(shape, encoded + decoded, sum(len(text.body) for text in texts), recipe.tuning)
+    return needed_flops(
+        shape, encoded + decoded, sum(len(text.body) for text in texts), recipe.tuning
+    )
 
 # %% ../../nbs/study/70_bench.ipynb #5ff2c53c
 def matmul_peak(
@@ -235,7 +278,9 @@ def matmul_peak(
 # %% ../../nbs/study/70_bench.ipynb #5df18322
 @dataclass
 class Clock:
-    "Context that measures seconds, processor seconds, and memory at its start and at its peak (bytes; None = unknown)."
+    """Context that measures seconds, processor seconds, and memory at its start and at its peak
+    (bytes; None = unknown).
+    """
 
     device: torch.device
     memory: bool = False  # measure it
@@ -253,9 +298,16 @@ class Clock:
 
     def __exit__(self, *error):
         _wait(self.device)
-        self.seconds, self.cpu_seconds = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
+        self.seconds, self.cpu_seconds = (
+            time.perf_counter() - self.began[0],
+            time.process_time() - self.began[1],
+        )
         if self.memory:
-            self.peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+            self.peak = (
+                torch.cuda.max_memory_allocated(self.device)
+                if self.device.type == "cuda"
+                else _status("VmHWM")
+            )
 
 # %% ../../nbs/study/70_bench.ipynb #9ba0d03b
 def _wait(device):
@@ -301,19 +353,23 @@ class Side:
 
     name: str
     settings: dict  # what it was given, for the record
-    run: Callable[..., dict]  # (work, exact=False) → loss and gradient norm, or vectors; exact = products in float32
+    # (work, exact=False) → loss and gradient norm, or vectors; exact = products in float32
+    run: Callable[..., dict]
 
 
 def tokens_of(recipe: Recipe, tokenizer: TextTokenizer, pairs: Sequence[Example]) -> TokenBatch:
     "Pairs as a stage reads them; no instructions."
-    return tokenize_batch(pairs, tokenizer, Instructions.none(), range(len(pairs)), recipe.objective.hard_negatives)
+    return tokenize_batch(
+        pairs, tokenizer, Instructions.none(), range(len(pairs)), recipe.objective.hard_negatives
+    )
 
 # %% ../../nbs/study/70_bench.ipynb #9a00713c
 class Engine:
     "The parts of a training run that a step needs."
 
     def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None] = print):
-        self.device, self.folder = device, None
+        self.device = device
+        self.folder = None
         self.recipe = recipe = fit_to_device(recipe, device, say=say)
         self.embedder, self.card = prepare_embedder(recipe, device, say=say)
         self.decoder = self.model = self.embedder.decoder
@@ -328,13 +384,17 @@ class Engine:
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step."
         self.decoder.compute_dtype = torch.float32 if exact else self.dtype
-        terms = self.objective.step(self.model, tokens_of(self.recipe, self.tokenizer, pairs), self.accelerator)
+        terms = self.objective.step(
+            self.model, tokens_of(self.recipe, self.tokenizer, pairs), self.accelerator
+        )
         moved = update_weights(self, self.recipe.steps)
         return {"loss": terms["loss"], "gradient norm": moved["grad_norm"]}
 
 
 def fill_adapters(model: torch.nn.Module) -> None:
-    "Random numbers in place of the zeros that adapters start from, so that every gradient is there."
+    """Random numbers in place of the zeros that adapters start from, so that every gradient is
+    there.
+    """
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -368,11 +428,19 @@ def padded_decode_loss(
     anchors: torch.Tensor,  # (n, d)
     texts: Sequence[TokenizedText],  # without instruction
 ) -> torch.Tensor:  # scalar, nats
-    "Sum of -log p over the bodies, each opened as it is encoded and after its anchor, from a padded rectangle and all its logits."
+    """Sum of -log p over the bodies, each opened as it is encoded and after its anchor, from a
+    padded rectangle and all its logits.
+    """
     openings = [text.ids[: text.start] or text.ids[-1:] for text in texts]
-    ids, real = rectangle([[*opening, 0, *text.body] for opening, text in zip(openings, texts, strict=True)], model.device)
-    embeddings, slot = model.get_input_embeddings()(ids), len(openings[0])
-    rows = torch.cat([embeddings[:, :slot], anchors[:, None].to(embeddings.dtype), embeddings[:, slot + 1 :]], 1)
+    ids, real = rectangle(
+        [[*opening, 0, *text.body] for opening, text in zip(openings, texts, strict=True)],
+        model.device,
+    )
+    embeddings = model.get_input_embeddings()(ids)
+    slot = len(openings[0])
+    rows = torch.cat(
+        [embeddings[:, :slot], anchors[:, None].to(embeddings.dtype), embeddings[:, slot + 1 :]], 1
+    )
     logits = model(inputs_embeds=rows, attention_mask=real.long(), use_cache=False).logits
     labels = ids.masked_fill(~real | (torch.arange(ids.shape[1], device=ids.device) <= slot), -100)
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
@@ -383,15 +451,28 @@ def padded_positions(
     micro_batch: int,  # pairs
 ) -> int:
     "Tokens and pads in the four rectangles of all micro-batches."
-    parts = [batch.take(range(start, min(start + micro_batch, len(batch)))) for start in range(0, len(batch), micro_batch)]
-    width = lambda side: max(len(text.ids) for text in side) + 1 + max(max(1, text.start) + len(text.body) for text in side)
+    parts = [
+        batch.take(range(start, min(start + micro_batch, len(batch))))
+        for start in range(0, len(batch), micro_batch)
+    ]
+
+    def width(side):
+        return (
+            max(len(text.ids) for text in side)
+            + 1
+            + max(max(1, text.start) + len(text.body) for text in side)
+        )
+
     return sum(len(part) * (width(part.queries) + width(part.positives)) for part in parts)
 
 # %% ../../nbs/study/70_bench.ipynb #67e32c73
 def checkpoint_layers(model, recompute: bool) -> None:
     "Let a model of transformers compute its activations twice, or once."
     action = "enable" if recompute else "disable"
-    switch = getattr(model, f"activation_checkpointing_{action}", None) or getattr(model, f"gradient_checkpointing_{action}")  # transformers < 5.20
+    # transformers < 5.20
+    switch = getattr(model, f"activation_checkpointing_{action}", None) or getattr(
+        model, f"gradient_checkpointing_{action}"
+    )
     switch(*([{"use_reentrant": False}] if recompute else []))
 
 
@@ -403,18 +484,33 @@ def lowered(device: torch.device, dtype: torch.dtype):
 class Textbook:
     "Stage I by four padded passes."
 
-    def __init__(self, recipe: Recipe, tokenizer: TextTokenizer, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, recipe: Recipe, tokenizer: TextTokenizer, dtype: torch.dtype, device: torch.device
+    ):
         from transformers import AutoModelForCausalLM
 
-        self.recipe, self.tokenizer, self.dtype = recipe, tokenizer, dtype
-        model = AutoModelForCausalLM.from_pretrained(recipe.base, dtype=torch.float32, attn_implementation="sdpa")
+        self.recipe = recipe
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        model = AutoModelForCausalLM.from_pretrained(
+            recipe.base, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self.model = model.to(device).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.0, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 0.0, weight_decay=0.0, fused=True
+        )
 
-    def run(self, pairs: Sequence[Example], micro_batch: int, recompute: bool = False, exact: bool = False) -> dict[str, float]:
+    def run(
+        self,
+        pairs: Sequence[Example],
+        micro_batch: int,
+        recompute: bool = False,
+        exact: bool = False,
+    ) -> dict[str, float]:
         "One step."
         checkpoint_layers(self.model, recompute)
-        batch, total = tokens_of(self.recipe, self.tokenizer, pairs), 0.0
+        batch = tokens_of(self.recipe, self.tokenizer, pairs)
+        total = 0.0
         counts = [sum(len(text.body) for text in side) for side in (batch.positives, batch.queries)]
         rows = range(len(batch))
         for start in rows[::micro_batch]:
@@ -422,14 +518,19 @@ class Textbook:
                 loss = self.loss(batch.take(rows[start : start + micro_batch]), counts)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.recipe.max_grad_norm
+        ).item()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": total, "gradient norm": norm}
 
     def loss(self, part: TokenBatch, counts: Sequence[int]) -> torch.Tensor:
         "The part of a micro-batch in the loss of the whole batch (equation 5)."
-        queries, documents = (padded_vectors(self.model.base_model, [t.ids for t in side]) for side in (part.queries, part.positives))
+        queries, documents = (
+            padded_vectors(self.model.base_model, [t.ids for t in side])
+            for side in (part.queries, part.positives)
+        )
         q2d = padded_decode_loss(self.model, queries, part.positives) / counts[0]
         d2q = padded_decode_loss(self.model, documents, part.queries) / counts[1]
         return self.recipe.alpha * q2d + (1 - self.recipe.alpha) * d2q
@@ -446,7 +547,11 @@ def sentence_transformer(
     kernel = "flash_attention_2" if device.type == "cuda" and find_spec("flash_attn") else "sdpa"
     with tempfile.TemporaryDirectory() as folder:
         path = export_embedder(base, Path(folder) / "model")
-        return SentenceTransformer(str(path), device=str(device), model_kwargs={"dtype": dtype, "attn_implementation": kernel})
+        return SentenceTransformer(
+            str(path),
+            device=str(device),
+            model_kwargs={"dtype": dtype, "attn_implementation": kernel},
+        )
 
 
 def same_adapters(recipe: Recipe, model, decoder) -> None:
@@ -456,7 +561,10 @@ def same_adapters(recipe: Recipe, model, decoder) -> None:
     model.add_adapter(LoraConfig(
         r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, target_modules=list(recipe.lora_targets),
     ))  # fmt: skip
-    place = lambda name: name[name.index("layers.") :]
+
+    def place(name):
+        return name[name.index("layers.") :]
+
     ours = {place(name): p for name, p in decoder.named_parameters() if "lora_" in name}
     theirs = {place(name): p for name, p in model.named_parameters() if "lora_" in name}
     if ours.keys() != theirs.keys():
@@ -471,22 +579,33 @@ class CachedLoss:
     "Stage II by sentence-transformers' cached loss."
 
     def __init__(self, recipe: Recipe, engine: Engine, dtype: torch.dtype, mini_batch: int):
-        from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+        from sentence_transformers.sentence_transformer.losses import (
+            CachedMultipleNegativesRankingLoss,
+        )
 
-        self.recipe, self.dtype, self.device = recipe, dtype, engine.device
+        self.recipe = recipe
+        self.dtype = dtype
+        self.device = engine.device
         self.model = sentence_transformer(recipe.base, engine.device, torch.float32)
         same_adapters(recipe, self.model, engine.decoder)
         self.model.train()
-        self.loss = CachedMultipleNegativesRankingLoss(self.model, scale=1 / recipe.temperature, mini_batch_size=mini_batch)
+        self.loss = CachedMultipleNegativesRankingLoss(
+            self.model, scale=1 / recipe.temperature, mini_batch_size=mini_batch
+        )
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, 0.0, weight_decay=0.0, fused=True)
 
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step. The second forward is in the backward pass, and must be in the same dtype."
         columns = [[pair.query for pair in pairs], [pair.positive for pair in pairs]]
-        columns += [[pair.negatives[0] for pair in pairs]] if self.recipe.objective.hard_negatives else []
+        columns += (
+            [[pair.negatives[0] for pair in pairs]] if self.recipe.objective.hard_negatives else []
+        )
         features = [self.model.preprocess(column) for column in columns]
-        features = [{k: v.to(self.device) if torch.is_tensor(v) else v for k, v in column.items()} for column in features]
+        features = [
+            {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in column.items()}
+            for column in features
+        ]
         with lowered(self.device, torch.float32 if exact else self.dtype):
             loss = self.loss(features, None)
             loss.backward()
@@ -530,12 +649,21 @@ class Request:
 
     def take(self, tokenizer, count: int) -> list[Example]:
         "So many pairs, drawn or real."
-        return stored_pairs(self.data, count, say=self.say) if self.data else drawn_pairs(tokenizer, count)
+        return (
+            stored_pairs(self.data, count, say=self.say)
+            if self.data
+            else drawn_pairs(tokenizer, count)
+        )
 
 # %% ../../nbs/study/70_bench.ipynb #aba0fb55
-PAIRS = {"cpu": {"stage1": 32, "stage2": 64, "encode": 64}, "cuda": {"stage1": 512, "stage2": 512, "encode": 8192}}
-TEXTBOOK_PAIRS, RELEASED_PAIRS = {"cpu": 8, "cuda": 32}, 32  # of a micro-batch
-MINI_BATCH = {"cpu": 8, "cuda": 32}  # texts of a mini-batch of sentence-transformers: few, for each is padded to its longest
+PAIRS = {
+    "cpu": {"stage1": 32, "stage2": 64, "encode": 64},
+    "cuda": {"stage1": 512, "stage2": 512, "encode": 8192},
+}
+TEXTBOOK_PAIRS = {"cpu": 8, "cuda": 32}
+RELEASED_PAIRS = 32  # of a micro-batch
+# texts of a mini-batch of sentence-transformers: few, for each is padded to its longest
+MINI_BATCH = {"cpu": 8, "cuda": 32}
 
 
 def default(table: dict[str, dict | int], device: torch.device):
@@ -546,7 +674,12 @@ def default(table: dict[str, dict | int], device: torch.device):
 def stage(request: Request, kind: str) -> tuple[Recipe, Engine, list[Example]]:
     "The shipped recipe of a stage on the base of a bench, its engine, and a batch of pairs."
     count = request.pairs or default(PAIRS, request.device)[kind]
-    changes = {"base": request.base, "batch_size": count, "dtype": request.dtype, "instructions": "none"}
+    changes = {
+        "base": request.base,
+        "batch_size": count,
+        "dtype": request.dtype,
+        "instructions": "none",
+    }
     changes |= {"lora_dropout": 0.0} if kind == "stage2" else {}
     recipe = load_recipe(kind).replace(**changes)
     engine = Engine(recipe, request.device, lambda text: None)
@@ -558,20 +691,41 @@ def stage(request: Request, kind: str) -> tuple[Recipe, Engine, list[Example]]:
 
 def told(recipe: Recipe) -> dict:
     "A recipe's settings without what is only here."
-    return {key: value for key, value in recipe.to_dict().items() if key not in ("name", "description", "base", "data")}
+    return {
+        key: value
+        for key, value in recipe.to_dict().items()
+        if key not in ("name", "description", "base", "data")
+    }
 
 # %% ../../nbs/study/70_bench.ipynb #a2a086ff
 def stage1(request: Request) -> dict[str, Contest]:
     "Stage I against the textbook, at its fastest and as released."
     recipe, engine, pairs = stage(request, "stage1")
-    sides = [Side("ours", {"attention": engine.card["attention"], "token_budget": recipe.token_budget}, engine.run)]
-    peers = {"textbook": (default(TEXTBOOK_PAIRS, request.device), False), "released": (RELEASED_PAIRS, True)}
-    asked, batch = [name for name in peers if name in request.against], tokens_of(recipe, engine.tokenizer, pairs)
+    sides = [
+        Side(
+            "ours",
+            {"attention": engine.card["attention"], "token_budget": recipe.token_budget},
+            engine.run,
+        )
+    ]
+    peers = {
+        "textbook": (default(TEXTBOOK_PAIRS, request.device), False),
+        "released": (RELEASED_PAIRS, True),
+    }
+    asked = [name for name in peers if name in request.against]
+    batch = tokens_of(recipe, engine.tokenizer, pairs)
     peer = Textbook(recipe, engine.tokenizer, request.compute, request.device) if asked else None
     for name in asked:
         micro, recompute = peers[name]
-        settings = {"micro_batch": min(micro, len(pairs)), "activation_checkpointing": recompute, "attention": "sdpa"}
-        settings["padding"] = f"{padded_positions(batch, micro) / padded_positions(batch, 1):.2f} positions for one token"
+        settings = {
+            "micro_batch": min(micro, len(pairs)),
+            "activation_checkpointing": recompute,
+            "attention": "sdpa",
+        }
+        settings["padding"] = (
+            f"{padded_positions(batch, micro) / padded_positions(batch, 1):.2f} positions for one "
+            "token"
+        )
         run = partial(peer.run, micro_batch=micro, recompute=recompute)
         sides.append(Side(name, settings, run))
     return {"stage1": _training_contest(request, engine, pairs, sides)}
@@ -580,11 +734,27 @@ def stage1(request: Request) -> dict[str, Contest]:
 def stage2(request: Request) -> dict[str, Contest]:
     "Stage II against the cached loss of sentence-transformers."
     recipe, engine, pairs = stage(request, "stage2")
-    sides = [Side("ours", {"attention": engine.card["attention"], "token_budget": recipe.token_budget}, engine.run)]
+    sides = [
+        Side(
+            "ours",
+            {"attention": engine.card["attention"], "token_budget": recipe.token_budget},
+            engine.run,
+        )
+    ]
     if "sentence-transformers" in request.against:
         size = default(MINI_BATCH, request.device)
-        settings = {"loss": "CachedMultipleNegativesRankingLoss", "mini_batch_size": size, "padding": "longest of a mini-batch"}
-        sides.append(Side("sentence-transformers", settings, CachedLoss(recipe, engine, request.compute, size).run))
+        settings = {
+            "loss": "CachedMultipleNegativesRankingLoss",
+            "mini_batch_size": size,
+            "padding": "longest of a mini-batch",
+        }
+        sides.append(
+            Side(
+                "sentence-transformers",
+                settings,
+                CachedLoss(recipe, engine, request.compute, size).run,
+            )
+        )
     return {"stage2": _training_contest(request, engine, pairs, sides)}
 
 
@@ -593,7 +763,16 @@ def _training_contest(request, engine, pairs, sides) -> Contest:
     batch = tokens_of(engine.recipe, engine.tokenizer, pairs)
     opening = len(getattr(engine.objective, "before", ()))
     flops = batch_flops(engine.recipe, request.shape, batch, opening)
-    return Contest(pairs, len(pairs), batch.num_tokens, flops, request.compute, request.device, told(engine.recipe), sides)
+    return Contest(
+        pairs,
+        len(pairs),
+        batch.num_tokens,
+        flops,
+        request.compute,
+        request.device,
+        told(engine.recipe),
+        sides,
+    )
 
 # %% ../../nbs/study/70_bench.ipynb #093abccf
 def encode(request: Request) -> dict[str, Contest]:
@@ -604,15 +783,36 @@ def encode(request: Request) -> dict[str, Contest]:
     mixed = request.take(embedder.tokenizer.tokenizer, -(-count // 2))
     mixed = [text for pair in mixed for text in (pair.query, pair.positive)][:count]
     random.Random(0).shuffle(mixed)
-    equal = [pair.positive for pair in drawn_pairs(embedder.tokenizer.tokenizer, count, document=(128, 0))]
-    sides = [Side("ours", {"batch_tokens": 8192}, lambda texts, exact=False: {"vectors": embedder.encode(texts, progress=False)})]
+    equal = [
+        pair.positive
+        for pair in drawn_pairs(embedder.tokenizer.tokenizer, count, document=(128, 0))
+    ]
+    sides = [
+        Side(
+            "ours",
+            {"batch_tokens": 8192},
+            lambda texts, exact=False: {"vectors": embedder.encode(texts, progress=False)},
+        )
+    ]
     sides += [ENCODERS[name](request, embedder) for name in ENCODERS if name in request.against]
     found = {}
-    for name, texts in {"encode": mixed, "encode_equal": equal if not request.data else None}.items():
+    for name, texts in {
+        "encode": mixed,
+        "encode_equal": equal if not request.data else None,
+    }.items():
         if texts:
             lengths = [len(text) for text in embedder.tokenizer(texts)]
             flops = needed_flops(request.shape, lengths)
-            found[name] = Contest(texts, len(texts), sum(lengths), flops, dtype, request.device, {"weights": str(dtype)}, sides)
+            found[name] = Contest(
+                texts,
+                len(texts),
+                sum(lengths),
+                flops,
+                dtype,
+                request.device,
+                {"weights": str(dtype)},
+                sides,
+            )
     return found
 
 # %% ../../nbs/study/70_bench.ipynb #e7b7e23d
@@ -623,12 +823,19 @@ def textbook_encoder(request: Request, embedder) -> Side:
     "Batches padded to their longest text, in the order of the texts."
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(request.base, dtype=request.compute, attn_implementation="sdpa").to(request.device).eval()
+    model = (
+        AutoModel.from_pretrained(request.base, dtype=request.compute, attn_implementation="sdpa")
+        .to(request.device)
+        .eval()
+    )
 
     @torch.no_grad()
     def run(texts, exact=False):
         ids = [text.ids for text in embedder.tokenizer(texts)]
-        parts = [padded_vectors(model, ids[i : i + ENCODE_BATCH]).float().cpu() for i in range(0, len(ids), ENCODE_BATCH)]
+        parts = [
+            padded_vectors(model, ids[i : i + ENCODE_BATCH]).float().cpu()
+            for i in range(0, len(ids), ENCODE_BATCH)
+        ]
         return {"vectors": torch.cat(parts).numpy()}
 
     return Side("textbook", {"batch_size": ENCODE_BATCH, "attention": "sdpa"}, run)
@@ -637,7 +844,10 @@ def textbook_encoder(request: Request, embedder) -> Side:
 def their_encoder(request: Request, embedder) -> Side:
     "`SentenceTransformer.encode`, which sorts by length."
     model = sentence_transformer(request.base, request.device, request.compute)
-    run = lambda texts, exact=False: {"vectors": model.encode(texts, batch_size=ENCODE_BATCH, show_progress_bar=False)}
+
+    def run(texts, exact=False):
+        return {"vectors": model.encode(texts, batch_size=ENCODE_BATCH, show_progress_bar=False)}
+
     return Side("sentence-transformers", {"batch_size": ENCODE_BATCH, "sorted": "by length"}, run)
 
 
@@ -657,7 +867,10 @@ class Disagreement(RuntimeError):
 def difference(ours: dict, theirs: dict) -> dict[str, float]:
     "By how much two results differ."
     if "vectors" in ours:
-        a, b = (torch.nn.functional.normalize(torch.as_tensor(x["vectors"]).double(), dim=-1) for x in (ours, theirs))
+        a, b = (
+            torch.nn.functional.normalize(torch.as_tensor(x["vectors"]).double(), dim=-1)
+            for x in (ours, theirs)
+        )
         return {"vectors": 1 - (a * b).sum(-1).min().item()}
     return {key: abs(theirs[key] / value - 1) for key, value in ours.items()}
 
@@ -668,18 +881,28 @@ def check_same(name: str, ours: dict, theirs: dict, dtype: torch.dtype) -> dict[
     for key, most in TOLERANCE[dtype].items():
         if key in found and not found[key] <= most:
             told = "" if key == "vectors" else f" ({ours[key]:.6g} here, {theirs[key]:.6g} there)"
-            raise Disagreement(f"{name} does not compute the same: {key} differs by {found[key]:.2g}{told}, {most:g} is allowed")
+            raise Disagreement(
+                f"{name} does not compute the same: {key} differs by "
+                f"{found[key]:.2g}{told}, {most:g} is allowed"
+            )
     return found
 
 
 def check_exact(contest: "Contest") -> dict[str, dict[str, float]]:  # side → differences
-    "A little of the work by every side with products in float32; raises `Disagreement`. It also warms up."
+    """A little of the work by every side with products in float32; raises `Disagreement`. It also
+    warms up.
+    """
     few = contest.work[:2]
     results = {side.name: side.run(few, exact=True) for side in contest.sides}
     for side in contest.sides:
         side.run(few)
-    dtype = contest.dtype if "vectors" in results["ours"] else torch.float32  # encoders hold weights of one dtype
-    return {name: check_same(name, results["ours"], result, dtype) for name, result in results.items() if name != "ours"}
+    # encoders hold weights of one dtype
+    dtype = contest.dtype if "vectors" in results["ours"] else torch.float32
+    return {
+        name: check_same(name, results["ours"], result, dtype)
+        for name, result in results.items()
+        if name != "ours"
+    }
 
 # %% ../../nbs/study/70_bench.ipynb #114ecd05
 def play(
@@ -688,7 +911,8 @@ def play(
     say: Callable[[str], None] = print,
 ) -> list[dict]:  # a row a side and round
     "Run all sides by turns and check them. Raises `Disagreement`."
-    rows, device = [], contest.device
+    rows = []
+    device = contest.device
     for number in range(rounds):
         results = {}
         for side in contest.sides[:: -1 if number % 2 else 1]:
@@ -697,12 +921,28 @@ def play(
             peak = matmul_peak(device, contest.dtype)
             with Clock(device) as clock:
                 results[side.name] = side.run(contest.work)
-            times = {"seconds": clock.seconds, "cpu_seconds": clock.cpu_seconds, "first_seconds": cold.seconds, "matmul_peak": peak}
+            times = {
+                "seconds": clock.seconds,
+                "cpu_seconds": clock.cpu_seconds,
+                "first_seconds": cold.seconds,
+                "matmul_peak": peak,
+            }
             figures = {key: value for key, value in results[side.name].items() if key != "vectors"}
-            rows.append({"round": number, "side": side.name, **times, "memory_start": cold.start, "memory_peak": cold.peak, **figures})
+            rows.append(
+                {
+                    "round": number,
+                    "side": side.name,
+                    **times,
+                    "memory_start": cold.start,
+                    "memory_peak": cold.peak,
+                    **figures,
+                }
+            )
             say(f"  round {number + 1}: {side.name} {clock.seconds:.2f} s")
         for row in rows[-len(results) :]:
-            row["difference"] = check_same(row["side"], results["ours"], results[row["side"]], contest.dtype)
+            row["difference"] = check_same(
+                row["side"], results["ours"], results[row["side"]], contest.dtype
+            )
     return rows
 
 # %% ../../nbs/study/70_bench.ipynb #aa0c9335
@@ -715,7 +955,11 @@ def summary(
     for side in contest.sides:
         own = [row for row in rows if row["side"] == side.name]
         seconds = statistics.median(row["seconds"] for row in own)
-        added = [row["memory_peak"] - row["memory_start"] for row in own if row["memory_start"] is not None]
+        added = [
+            row["memory_peak"] - row["memory_start"]
+            for row in own
+            if row["memory_start"] is not None
+        ]
         found[side.name] = {
             "seconds": seconds, "fastest": min(row["seconds"] for row in own), "slowest": max(row["seconds"] for row in own),
             "pairs_per_second": contest.pairs / seconds, "tokens_per_second": contest.tokens / seconds,
@@ -724,14 +968,20 @@ def summary(
             "memory_added": max(added, default=None), "settings": side.settings,
         }  # fmt: skip
         found[side.name]["ratio"] = seconds / found["ours"]["seconds"]
-        pairs = zip((row["seconds"] for row in rows if row["side"] == "ours"), (row["seconds"] for row in own), strict=True)
+        pairs = zip(
+            (row["seconds"] for row in rows if row["side"] == "ours"),
+            (row["seconds"] for row in own),
+            strict=True,
+        )
         found[side.name]["ratios"] = [theirs / ours for ours, theirs in pairs]
     return found
 
 # %% ../../nbs/study/70_bench.ipynb #6c052059
 def table(record: dict) -> str:
     "The figures of a record, a line a side."
-    lines = [f"{'':14}{'side':24}{'pairs/s':>9}{'tokens/s':>10}{'MFU':>7}{'added GB':>10}{'time':>7}"]
+    lines = [
+        f"{'':14}{'side':24}{'pairs/s':>9}{'tokens/s':>10}{'MFU':>7}{'added GB':>10}{'time':>7}"
+    ]
     for name, found in record["contests"].items():
         for side, figures in found["sides"].items():
             added = figures["memory_added"]
@@ -743,11 +993,13 @@ def table(record: dict) -> str:
 # %% ../../nbs/study/70_bench.ipynb #eafa45c2
 PARTS = {  # the first whose pattern is found in an operation's name
     "optimizer": r"adam|_foreach|clip_",
-    "attention": r"attention|flash|varlen|sdpa|::(?:baddbmm|bmm)\b|::_softmax",  # nothing else multiplies batches of matrices
+    # nothing else multiplies batches of matrices
+    "attention": r"attention|flash|varlen|sdpa|::(?:baddbmm|bmm)\b|::_softmax",
     "matrix products": r"::(?:_?addmm|mm|matmul|linear|mkldnn_linear|_linear_pointwise)\b",
     "elementwise and copies": r"^aten::",
 }
-OTHER, VOCABULARY = "Python and other", "vocabulary loss"
+OTHER = "Python and other"
+VOCABULARY = "vocabulary loss"
 
 
 def part_of(
@@ -758,7 +1010,11 @@ def part_of(
     "Which part of a step an operation belongs to."
     found = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
     wide = any(vocab_size in shape for shape in shapes if isinstance(shape, list | tuple))
-    return VOCABULARY if wide and found not in ("optimizer", OTHER) and "embedding" not in name else found
+    return (
+        VOCABULARY
+        if wide and found not in ("optimizer", OTHER) and "embedding" not in name
+        else found
+    )
 
 # %% ../../nbs/study/70_bench.ipynb #36b32110
 def profile(
@@ -767,8 +1023,14 @@ def profile(
 ) -> dict:  # seconds of the wall clock, of every part, and the slowest operations
     "One run of our side, taken apart."
     cuda = contest.device.type == "cuda"
-    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
-    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler, Clock(contest.device) as clock:
+    kinds = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if cuda else []),
+    ]
+    with (
+        torch.profiler.profile(activities=kinds, record_shapes=True) as profiler,
+        Clock(contest.device) as clock,
+    ):
         contest.sides[0].run(contest.work)
     parts = dict.fromkeys([VOCABULARY, *PARTS], 0.0)
     names: dict[str, float] = {}
@@ -777,12 +1039,17 @@ def profile(
             continue  # a kernel by itself; its time is that of the operation that launched it
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
         part = part_of(event.key, event.input_shapes or [], vocab_size)
-        part = "elementwise and copies" if cuda and part == OTHER else part  # kernels of other libraries
+        # kernels of other libraries
+        part = "elementwise and copies" if cuda and part == OTHER else part
         if part != OTHER:
             parts[part] += seconds
             names[event.key] = names.get(event.key, 0.0) + seconds
     slowest = sorted(names.items(), key=lambda item: -item[1])[:12]
-    return {"seconds": clock.seconds, "parts": parts | {OTHER: max(0.0, clock.seconds - sum(parts.values()))}, "slowest": dict(slowest)}
+    return {
+        "seconds": clock.seconds,
+        "parts": parts | {OTHER: max(0.0, clock.seconds - sum(parts.values()))},
+        "slowest": dict(slowest),
+    }
 
 # %% ../../nbs/study/70_bench.ipynb #3248ac34
 LENGTHS = (64, 128, 256, 512)  # tokens of a document
@@ -798,18 +1065,22 @@ def growth_by_length(
     rows = []
     for length in LENGTHS:
         work = drawn_pairs(engine.tokenizer.tokenizer, pairs, (16, 0), (length, 0))
-        batch, seconds = tokens_of(engine.recipe, engine.tokenizer, work), []
+        batch = tokens_of(engine.recipe, engine.tokenizer, work)
+        seconds = []
         engine.run(work[:1])
         for _ in range(rounds):
             with Clock(request.device) as clock:
                 engine.run(work)
             seconds.append(clock.seconds)
         longest = max(map(len, batch.positives))
-        rows.append({"length": longest, "pairs": pairs, "tokens": batch.num_tokens, "seconds": seconds})
+        rows.append(
+            {"length": longest, "pairs": pairs, "tokens": batch.num_tokens, "seconds": seconds}
+        )
     return rows
 
 # %% ../../nbs/study/70_bench.ipynb #2ce028cb
-BATCHES, IN_ONE_PIECE = (64, 256, 1024, 4096), 256  # pairs; the largest batch that is run whole
+BATCHES = (64, 256, 1024, 4096)
+IN_ONE_PIECE = 256  # pairs; the largest batch that is run whole
 
 
 def growth_by_batch(
@@ -821,9 +1092,16 @@ def growth_by_batch(
     rows = []
     with base_model("tiny", device) as base:
         for kind in ("stage1", "stage2"):
-            request = Request(base, shape_of(base), device, "float32", (), None, 4, lambda text: None)
+            request = Request(
+                base, shape_of(base), device, "float32", (), None, 4, lambda text: None
+            )
             _, engine, _ = stage(request, kind)
-            for budget, size in [(b, n) for b in (token_budget, 10**9) for n in batches if b == token_budget or n <= IN_ONE_PIECE]:
+            for budget, size in [
+                (b, n)
+                for b in (token_budget, 10**9)
+                for n in batches
+                if b == token_budget or n <= IN_ONE_PIECE
+            ]:
                 engine.objective = replace(engine.objective, token_budget=budget)
                 work = drawn_pairs(engine.tokenizer.tokenizer, size, (8, 0.5), (16, 0.5))
                 engine.run(work[:4])
@@ -831,7 +1109,15 @@ def growth_by_batch(
                     engine.run(work)
                 added = None if clock.start is None else clock.peak - clock.start
                 whole = budget != token_budget
-                rows.append({"stage": kind, "pairs": size, "whole": whole, "memory_added": added, "seconds": clock.seconds})
+                rows.append(
+                    {
+                        "stage": kind,
+                        "pairs": size,
+                        "whole": whole,
+                        "memory_added": added,
+                        "seconds": clock.seconds,
+                    }
+                )
     return rows
 
 
@@ -860,7 +1146,13 @@ def growth_by_data(
     rounds: int = 3,
 ) -> list[dict]:  # a row a size
     "Seconds from a data folder's name to its first batch, the first time and later."
-    rows, line = [], json.dumps({"query": "what holds the ship, %d", "positive": "The anchor holds the ship while the tide turns. " * 8})
+    rows = []
+    line = json.dumps(
+        {
+            "query": "what holds the ship, %d",
+            "positive": "The anchor holds the ship while the tide turns. " * 8,
+        }
+    )
     for size in sizes:
         with tempfile.TemporaryDirectory() as scratch, _own_cache(Path(scratch) / "cache"):
             data = Path(scratch) / "data"
@@ -871,30 +1163,50 @@ def growth_by_data(
                 with Clock(torch.device("cpu")) as clock:
                     stored_pairs(str(data), 64, say=lambda text: None)
                 seconds.append(clock.seconds)
-            rows.append({"rows": size, "bytes": (data / "pairs.jsonl").stat().st_size, "first_seconds": seconds[0], "later_seconds": seconds[1:]})
+            rows.append(
+                {
+                    "rows": size,
+                    "bytes": (data / "pairs.jsonl").stat().st_size,
+                    "first_seconds": seconds[0],
+                    "later_seconds": seconds[1:],
+                }
+            )
     return rows
 
 # %% ../../nbs/study/70_bench.ipynb #b5dc9002
 KINDS = {"stage1": stage1, "stage2": stage2, "encode": encode}
-PEERS = {"stage1": ("textbook", "released"), "stage2": ("sentence-transformers",), "encode": ("textbook", "sentence-transformers")}
+PEERS = {
+    "stage1": ("textbook", "released"),
+    "stage2": ("sentence-transformers",),
+    "encode": ("textbook", "sentence-transformers"),
+}
 
 
 def check_peers(
     kinds: Sequence[str],
     against: Sequence[str] | None,  # None = all that are installed
 ) -> tuple[str, ...]:
-    "Names of peers. Raises `InputError` for one that is unknown, not installed, or does none of these kinds."
+    """Names of peers. Raises `InputError` for one that is unknown, not installed, or does none of
+    these kinds.
+    """
     known = {peer for kind in kinds for peer in PEERS[kind]}
     installed = find_spec("sentence_transformers") is not None
     if against is None:
         return tuple(sorted(known - (set() if installed else {"sentence-transformers"})))
     for name in against:
         if name not in {peer for peers in PEERS.values() for peer in peers}:
-            raise InputError(f"unknown peer {name!r}: known are textbook, released and sentence-transformers")
+            raise InputError(
+                f"unknown peer {name!r}: known are textbook, released and sentence-transformers"
+            )
         if name not in known:
-            raise InputError(f"{name} has no part in {', '.join(kinds)}; its peers are {', '.join(sorted(known))}")
+            raise InputError(
+                f"{name} has no part in {', '.join(kinds)}; its peers are "
+                f"{', '.join(sorted(known))}"
+            )
     if "sentence-transformers" in against and not installed:
-        raise InputError("sentence-transformers is not installed; run: pip install sentence-transformers")
+        raise InputError(
+            "sentence-transformers is not installed; run: pip install sentence-transformers"
+        )
     return tuple(against)
 
 
@@ -906,12 +1218,16 @@ def check_kind(kind: str) -> tuple[str, ...]:
 
 
 def find_device(name: str | None) -> torch.device:
-    "A device by name; None = the accelerator if there is one. Raises `InputError` for one that is not there."
+    """A device by name; None = the accelerator if there is one. Raises `InputError` for one that is
+    not there.
+    """
     try:
         device = torch.device(name) if name else choose_device()
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {name!r} is not there; give cpu, cuda, or none for the fastest there is") from error
+        raise InputError(
+            f"device {name!r} is not there; give cpu, cuda, or none for the fastest there is"
+        ) from error
     return device
 
 # %% ../../nbs/study/70_bench.ipynb #63fe33e6
@@ -924,12 +1240,24 @@ def about(
 ) -> dict:
     "Commit, date, device, threads, versions."
     versions = {"anchor_embedding": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "accelerate", "sentence-transformers", "flash-attn", "liger-kernel"):
+    for package in (
+        "torch",
+        "transformers",
+        "peft",
+        "accelerate",
+        "sentence-transformers",
+        "flash-attn",
+        "liger-kernel",
+    ):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    processor = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    processor = (
+        re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        if Path("/proc/cpuinfo").exists()
+        else None
+    )
     return {
         "shape": shape, "device": device_name(device), "processor": processor[1] if processor else platform.processor(),
         "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."), "rounds": rounds,
@@ -952,12 +1280,19 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 # %% ../../nbs/study/70_bench.ipynb #53c8e4fb
-def contest_record(contest: Contest, shape: ModelShape, rounds: int, say: Callable[[str], None]) -> dict:
+def contest_record(
+    contest: Contest, shape: ModelShape, rounds: int, say: Callable[[str], None]
+) -> dict:
     "Check, play, sum up, take apart."
     exact = check_exact(contest)
     rows = play(contest, rounds, say)
     peak = statistics.median(row["matmul_peak"] for row in rows)
-    work = {"pairs": contest.pairs, "tokens": contest.tokens, "flops": contest.flops, "dtype": str(contest.dtype).removeprefix("torch.")}
+    work = {
+        "pairs": contest.pairs,
+        "tokens": contest.tokens,
+        "flops": contest.flops,
+        "dtype": str(contest.dtype).removeprefix("torch."),
+    }
     return {**work, "matmul_peak": peak, "recipe": contest.settings, "exact": exact, "sides": summary(contest, rows), "rounds": rows,
             "profile": profile(contest, shape.vocab_size)}  # fmt: skip
 
@@ -966,7 +1301,8 @@ def bench(
     kind: str = "all",  # "stage1", "stage2", "encode" or "all"
     shape: str = "smollm2",  # see `shapes`
     device: str | None = None,  # "cpu", "cuda"; None = the accelerator if there is one
-    against: Sequence[str] | None = None,  # "textbook", "released", "sentence-transformers"; None = all
+    # "textbook", "released", "sentence-transformers"; None = all
+    against: Sequence[str] | None = None,
     data: str | None = None,  # pairs to take texts from; None = random words
     rounds: int = 3,
     pairs: int | None = None,  # of a batch (texts for encode); None = by kind and device
@@ -976,16 +1312,27 @@ def bench(
     note: str = "",  # kept in the record: what a reader should know of this run
     say: Callable[[str], None] = print,
 ) -> dict:  # the record
-    "Measure. Raises `InputError` for what cannot be run, `Disagreement` when sides do not compute the same."
+    """Measure. Raises `InputError` for what cannot be run, `Disagreement` when sides do not compute
+    the same.
+    """
     kinds = check_kind(kind)
-    against, found = check_peers(kinds, against), find_device(device)
+    against = check_peers(kinds, against)
+    found = find_device(device)
     for name, value in {"rounds": rounds, "pairs": pairs}.items():
         if value is not None and value < (2 if name == "pairs" else 1):
             raise InputError(f"{name} = {value}: give at least {2 if name == 'pairs' else 1}")
-    save = lambda record: write_text(json_file, json.dumps(record, indent=1) + "\n") if json_file else None  # as far as it is
+
+    def save(record):
+        # as far as it is
+        return write_text(json_file, json.dumps(record, indent=1) + "\n") if json_file else None
+
     with without_bars(), base_model(shape, found, say) as base:
         request = Request(base, shape_of(base), found, dtype, against, data, pairs, say)
-        record = {"about": about(shape, found, request.compute, rounds, data) | ({"note": note} if note else {}), "contests": {}}
+        record = {
+            "about": about(shape, found, request.compute, rounds, data)
+            | ({"note": note} if note else {}),
+            "contests": {},
+        }
         for name in kinds:
             say(f"{name} on {shape}, {record['about']['dtype']}, {record['about']['device']}")
             for each, contest in KINDS[name](request).items():
@@ -995,6 +1342,10 @@ def bench(
             give_back(found)
         if growth or (growth is None and kind == "all"):
             say("growth: length, batch, data")
-            record["growth"] = {"length": growth_by_length(request), "batch": growth_by_batch(found), "data": growth_by_data()}
+            record["growth"] = {
+                "length": growth_by_length(request),
+                "batch": growth_by_batch(found),
+                "data": growth_by_data(),
+            }
             save(record)
     return record

@@ -32,23 +32,35 @@ def paint(text: int, strength: float = 0.25) -> str:
 
 def draw_padding(batch: PackedBatch) -> Picture:
     "The batch as a padded rectangle, and packed."
-    longest, high = max(batch.lengths), max(4, min(12, 240 // len(batch)))
-    unit, below, shapes = WIDTH / longest, len(batch) * high + 34, label(0, 12, "padded", 'font-weight="bold"')
+    longest = max(batch.lengths)
+    high = max(4, min(12, 240 // len(batch)))
+    unit = WIDTH / longest
+    below = len(batch) * high + 34
+    shapes = label(0, 12, "padded", 'font-weight="bold"')
     shapes += rect(0, 18, WIDTH, len(batch) * high, 'fill-opacity="0.12"')
     shapes += label(0, below + 14, "packed", 'font-weight="bold"')
     ends = batch.cu_seqlens.tolist()
     for text, (start, stop) in enumerate(pairwise(ends)):
         shapes += rect(0, 18 + text * high, batch.lengths[text] * unit, high, paint(text, 0.6))
         for row in range(start // longest, (stop - 1) // longest + 1):
-            first, last = max(start, row * longest), min(stop, (row + 1) * longest)
-            shapes += rect((first - row * longest) * unit, below + 20 + row * high, (last - first) * unit, high, paint(text, 0.6))
+            first = max(start, row * longest)
+            last = min(stop, (row + 1) * longest)
+            shapes += rect(
+                (first - row * longest) * unit,
+                below + 20 + row * high,
+                (last - first) * unit,
+                high,
+                paint(text, 0.6),
+            )
     share = batch.num_tokens / (len(batch) * longest)
     words = f"{len(batch)} texts, {batch.num_tokens} tokens: padded to {longest} each, {share:.0%} of the rectangle is text; packed, all of it"
     return Picture(shapes, WIDTH, below + 22 + -(-batch.num_tokens // longest) * high, words)
 
 # %% ../../nbs/study/30_pictures.ipynb #2437172a
 def word(token: int, tokenizer=None) -> str:
-    "A token as it is read; its number without a tokenizer. Spaces, line ends and what cannot be written in SVG can be seen."
+    """A token as it is read; its number without a tokenizer. Spaces, line ends and what cannot be
+    written in SVG can be seen.
+    """
     if tokenizer is None:
         return str(token)
     read = tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
@@ -60,12 +72,19 @@ def boxes(
     top: float = 0,
 ) -> tuple[str, float]:  # shapes, and where the next row begins
     "Boxes side by side, in as many rows as they need."
-    x, y, shapes = 1.0, top, ""
+    x = 1.0
+    y = top
+    shapes = ""
     for above, below, style in cells:
         wide = 10 + 6.4 * max(2, len(above), len(below))
         if x + wide > WIDTH:
-            x, y = 1.0, y + 44
-        shapes += rect(x, y + 1, wide - 4, 20, f'rx="3" {style}') + label(x + wide / 2 - 2, y + 15, above) + label(x + wide / 2 - 2, y + 34, below)
+            x = 1.0
+            y = y + 44
+        shapes += (
+            rect(x, y + 1, wide - 4, 20, f'rx="3" {style}')
+            + label(x + wide / 2 - 2, y + 15, above)
+            + label(x + wide / 2 - 2, y + 34, below)
+        )
         x += wide
     return f'<g text-anchor="middle">{shapes}</g>', y + 44
 
@@ -75,15 +94,31 @@ def draw_packed(
     tokenizer=None,  # of transformers; None = tokens by number
     most: int = 200,  # tokens; more are not drawn
 ) -> Picture:
-    "The tokens of a packed batch with their positions. Raises `InputError` for a batch of too many."
+    """The tokens of a packed batch with their positions. Raises `InputError` for a batch of too
+    many.
+    """
     if batch.num_tokens > most:
-        raise InputError(f"{batch.num_tokens} tokens are too many to draw one by one: take fewer texts, or draw_padding")
+        raise InputError(
+            f"{batch.num_tokens} tokens are too many to draw one by one: take fewer "
+            "texts, or draw_padding"
+        )
     last = set(batch.last.tolist())
-    ids, positions = batch.ids.tolist(), batch.positions.tolist()
-    of = torch.bucketize(torch.arange(batch.num_tokens), batch.cu_seqlens[1:].cpu(), right=True).tolist()
-    cells = [(word(ids[i], tokenizer), str(positions[i]), paint(of[i], 0.7 if i in last else 0.25)) for i in range(len(ids))]
+    ids = batch.ids.tolist()
+    positions = batch.positions.tolist()
+    of = torch.bucketize(
+        torch.arange(batch.num_tokens), batch.cu_seqlens[1:].cpu(), right=True
+    ).tolist()
+    cells = [
+        (word(ids[i], tokenizer), str(positions[i]), paint(of[i], 0.7 if i in last else 0.25))
+        for i in range(len(ids))
+    ]
     shapes, height = boxes(cells)
-    return Picture(shapes, WIDTH, height, f"{len(batch)} texts in one row of {batch.num_tokens} tokens, positions from 0 in each")
+    return Picture(
+        shapes,
+        WIDTH,
+        height,
+        f"{len(batch)} texts in one row of {batch.num_tokens} tokens, positions from 0 in each",
+    )
 
 # %% ../../nbs/study/30_pictures.ipynb #625fb281
 def sees(
@@ -108,30 +143,52 @@ def draw_mask(
     tokenizer=None,  # writes the tokens beside their rows, up to 48 of them
     most: int = 512,  # tokens; more are not drawn
 ) -> Picture:
-    "The attention mask: row i, column j is filled where token i sees token j. Raises `InputError` for too many tokens."
+    """The attention mask: row i, column j is filled where token i sees token j. Raises `InputError`
+    for too many tokens.
+    """
     total = batch.num_tokens
     if total > most:
         raise InputError(f"a mask of {total} tokens is too large to draw: take fewer texts")
-    side, named = min(14.0, 480 / total), tokenizer is not None and total <= 48
-    left = 10 + 6.4 * max(len(word(token, tokenizer)) for token in batch.ids.tolist()) if named else 1
+    side = min(14.0, 480 / total)
+    named = tokenizer is not None and total <= 48
+    left = (
+        10 + 6.4 * max(len(word(token, tokenizer)) for token in batch.ids.tolist()) if named else 1
+    )
     of = torch.bucketize(torch.arange(total), batch.cu_seqlens[1:].cpu(), right=True).tolist()
-    shapes = rect(left, 1, total * side, total * side, 'fill="none" stroke="currentColor" stroke-opacity="0.4"')
+    shapes = rect(
+        left,
+        1,
+        total * side,
+        total * side,
+        'fill="none" stroke="currentColor" stroke-opacity="0.4"',
+    )
     for i, row in enumerate(sees(batch, causal, window).tolist()):
         if named:
-            shapes += label(left - 6, (i + 0.8) * side, word(int(batch.ids[i]), tokenizer), 'text-anchor="end"')
+            shapes += label(
+                left - 6, (i + 0.8) * side, word(int(batch.ids[i]), tokenizer), 'text-anchor="end"'
+            )
         for seen, run in groupby(range(total), key=row.__getitem__):
             if seen:
                 columns = [*run]
-                shapes += rect(left + columns[0] * side, 1 + i * side, len(columns) * side, side, f'fill="{TEXTS[of[i] % 2]}"')
+                shapes += rect(
+                    left + columns[0] * side,
+                    1 + i * side,
+                    len(columns) * side,
+                    side,
+                    f'fill="{TEXTS[of[i] % 2]}"',
+                )
     kind = ("causal" if causal else "bidirectional") + (f", window of {window}" if window else "")
     words = f"Attention mask ({kind}) of {len(batch)} texts, {total} tokens: each row's token sees the filled columns"
     return Picture(shapes, left + total * side + 2, total * side + 2, words)
 
 # %% ../../nbs/study/30_pictures.ipynb #9f02d57b
 def decode_rows(batch: DecodeBatch) -> list[list[tuple[int | None, int | None]]]:
-    "For every text of a decode pass its (input, target) tokens; the input of the slot is None, and the target of what is not scored."
+    """For every text of a decode pass its (input, target) tokens; the input of the slot is None,
+    and the target of what is not scored.
+    """
     wanted = dict(zip(batch.scored.tolist(), batch.targets.tolist(), strict=True))
-    inputs, slots = batch.inputs.ids.tolist(), set(batch.slots.tolist())
+    inputs = batch.inputs.ids.tolist()
+    slots = set(batch.slots.tolist())
     cells = [(None if i in slots else token, wanted.get(i)) for i, token in enumerate(inputs)]
     ends = batch.inputs.cu_seqlens.tolist()
     return [cells[start:stop] for start, stop in pairwise(ends)]
@@ -142,17 +199,24 @@ def draw_decode(
     tokenizer=None,  # of transformers; None = tokens by number
     names: Sequence[str] | None = None,  # of the anchors; None = e0, e1, …
 ) -> Picture:
-    "What a decode pass reads and what it has to write, a row a text. Raises `InputError` for fewer names than anchors."
+    """What a decode pass reads and what it has to write, a row a text. Raises `InputError` for
+    fewer names than anchors.
+    """
     anchors = max(batch.of.tolist(), default=-1) + 1
     if names is not None and len(names) < anchors:
-        raise InputError(f"{len(names)} names for {anchors} anchors; give each anchor a name, or none")
-    shapes, y = "", 0.0
+        raise InputError(
+            f"{len(names)} names for {anchors} anchors; give each anchor a name, or none"
+        )
+    shapes = ""
+    y = 0.0
     for text, (row, anchor) in enumerate(zip(decode_rows(batch), batch.of.tolist(), strict=True)):
         name = names[anchor] if names else f"e{anchor}"
         slot = f'fill="{ANCHOR}" fill-opacity="0.6" stroke="{ANCHOR}" stroke-width="2"'
         above = [name if token is None else word(token, tokenizer) for token, _ in row]
         below = ["·" if target is None else word(target, tokenizer) for _, target in row]
-        cells = zip(above, below, (slot if token is None else paint(text) for token, _ in row), strict=True)
+        cells = zip(
+            above, below, (slot if token is None else paint(text) for token, _ in row), strict=True
+        )
         drawn, y = boxes(cells, y)
         shapes += drawn
     sizes = f"{len(batch.of)} texts, {batch.inputs.num_tokens} inputs (the anchors among them)"

@@ -31,7 +31,13 @@ from ..data.examples import Example, read_examples
 from ..embed.embedder import Embedder
 from ..evaluate.retrieval import HeldoutRetrieval, connected
 from ..model.base import resolve_base
-from .report import findings, headline, html_report, read_metrics, results_table
+from anchor_embedding.study.report import (
+    findings,
+    headline,
+    html_report,
+    read_metrics,
+    results_table,
+)
 from ..train.loop import prepare_tokenizer, train
 from ..train.recipe import Pipeline, load_recipe
 
@@ -54,7 +60,9 @@ def without_texts(
 # %% ../../nbs/study/50_pipeline.ipynb #4468fdaa
 @dataclass(frozen=True)
 class SplitPairs:
-    "Training pairs, held-out pairs to show results on, and where they came from; with others to choose settings on."
+    """Training pairs, held-out pairs to show results on, and where they came from; with others to
+    choose settings on.
+    """
 
     train: Sequence[Example]
     heldout: Sequence[Example]  # the test part
@@ -64,24 +72,32 @@ class SplitPairs:
     development_clusters: Sequence = ()
 
     def part(self, name: str) -> "SplitPairs":
-        "The same, judged by the part `test` or `development`; InputError for another, or where there are no such pairs."
+        """The same, judged by the part `test` or `development`; InputError for another, or where
+        there are no such pairs.
+        """
         if name not in ("test", "development"):
             raise InputError(f"part = {name!r}: must be test or development")
         if name == "test":
             return self
         if len(self.development) < 2:
-            raise InputError("too few pairs are left for a development part; hold out fewer for the test, or give more pairs")
+            raise InputError(
+                "too few pairs are left for a development part; hold out fewer for "
+                "the test, or give more pairs"
+            )
         source = self.source | {"judged_by": "development"}
-        return replace(self, heldout=self.development, clusters=self.development_clusters, source=source)
+        return replace(
+            self, heldout=self.development, clusters=self.development_clusters, source=source
+        )
 
 # %% ../../nbs/study/50_pipeline.ipynb #9ea5ce2c
 def even_sample(
     labels: Sequence,  # (n,) package of every pair
-    number: int,       # of pairs, at most
+    number: int,  # of pairs, at most
     draw: random.Random,
 ) -> list[int]:  # places
     "A random sample with as many of every label as there are, as evenly as possible."
-    places, kept = {}, []
+    places = {}
+    kept = []
     for place in draw.sample(range(len(labels)), len(labels)):
         places.setdefault(labels[place], []).append(place)
     rounds = max(map(len, places.values()), default=0)
@@ -92,7 +108,8 @@ def even_sample(
 
 def group_sample(labels: Sequence, number: int, draw: random.Random) -> list[int]:
     "A random sample of at most so many places, of whole groups."
-    groups, kept = {}, []
+    groups = {}
+    kept = []
     for place, label in enumerate(labels):
         groups.setdefault(label, []).append(place)
     for label in draw.sample(list(groups), len(groups)):
@@ -106,7 +123,9 @@ def split_by_package(pool: list, packages: Sequence[str], number: int, draw: ran
     found = {}
     for part in ("test", "development"):
         inside = [place for place, name in enumerate(packages) if heldout_part(name) == part]
-        places = [inside[i] for i in even_sample([packages[place] for place in inside], number, draw)]
+        places = [
+            inside[i] for i in even_sample([packages[place] for place in inside], number, draw)
+        ]
         found[part] = [pool[place] for place in places], [packages[place] for place in places]
     return found
 
@@ -117,9 +136,17 @@ def split_by_document(pool: list, number: int, most: int, draw: random.Random) -
     test = group_sample(labels, min(number, most), draw)
     taken = {labels[place] for place in test}
     rest = [place for place, label in enumerate(labels) if label not in taken]
-    development = [rest[i] for i in group_sample([labels[place] for place in rest], min(number, most - len(test)), draw)]
+    development = [
+        rest[i]
+        for i in group_sample(
+            [labels[place] for place in rest], min(number, most - len(test)), draw
+        )
+    ]
     parts = {"test": test, "development": development}
-    return {part: ([pool[place] for place in places], [labels[place] for place in places]) for part, places in parts.items()}
+    return {
+        part: ([pool[place] for place in places], [labels[place] for place in places])
+        for part, places in parts.items()
+    }
 
 # %% ../../nbs/study/50_pipeline.ipynb #6d7fc212
 def split_pairs(
@@ -129,26 +156,51 @@ def split_pairs(
     on_bad_row: str = "error",
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
-    draw, parts = random.Random(seed), None
+    draw = random.Random(seed)
+    parts = None
     if data == "docstrings":
         found = docstring_pairs()
-        pool, rest, most = list(found.heldout), found.train, len(found.heldout)
-        source = {"data": "docstrings of installed packages", "heldout_packages": list(found.heldout_packages)}
+        pool = list(found.heldout)
+        rest = found.train
+        most = len(found.heldout)
+        source = {
+            "data": "docstrings of installed packages",
+            "heldout_packages": list(found.heldout_packages),
+        }
         source["packages"] = found.packages
         if len({heldout_part(name) for name in found.heldout_package_of}) == 2:
             parts = split_by_package(pool, found.heldout_package_of, num_heldout, draw)
     else:
         rest = read_examples(data, on_bad_row)
-        pool, source, most = list(rest), {"data": data}, len(rest) // 2
-    unit, parts = ("package", parts) if parts else ("document", split_by_document(pool, num_heldout, most, draw))
-    (test, clusters), (development, others) = parts["test"], parts["development"]
+        pool = list(rest)
+        source = {"data": data}
+        most = len(rest) // 2
+    unit, parts = (
+        ("package", parts)
+        if parts
+        else ("document", split_by_document(pool, num_heldout, most, draw))
+    )
+    test, clusters = parts["test"]
+    development, others = parts["development"]
     if len(test) < 2:
-        raise InputError(f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 are needed, of different documents")
+        raise InputError(
+            f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 "
+            "are needed, of different documents"
+        )
     shown = {same_text(text) for pair in test for text in (pair.query, pair.positive)}
-    kept = [place for place, pair in enumerate(development) if without_texts(pair, shown) is not None]
-    development, others = [development[place] for place in kept], [others[place] for place in kept]
-    texts = shown | {same_text(text) for pair in development for text in (pair.query, pair.positive)}
-    source |= {"judged_by": "test", "parts": {"test": len(test), "development": len(development)}, "clusters": unit}
+    kept = [
+        place for place, pair in enumerate(development) if without_texts(pair, shown) is not None
+    ]
+    development = [development[place] for place in kept]
+    others = [others[place] for place in kept]
+    texts = shown | {
+        same_text(text) for pair in development for text in (pair.query, pair.positive)
+    }
+    source |= {
+        "judged_by": "test",
+        "parts": {"test": len(test), "development": len(development)},
+        "clusters": unit,
+    }
     train = [kept for pair in rest if (kept := without_texts(pair, texts))]
     return SplitPairs(train, test, source, clusters, development, others)
 
@@ -163,17 +215,30 @@ def run_arm(
     progress: bool | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Path]:  # stage → its run folder
-    "Train the stages of an arm one after the other; what is finished is not done again, what has a checkpoint goes on from it."
+    """Train the stages of an arm one after the other; what is finished is not done again, what has
+    a checkpoint goes on from it.
+    """
     folders = {stage: out / "runs" / f"{arm}-{stage}" for stage in pipeline.arms[arm]}
     for recipe, folder in zip(pipeline.arm(arm), folders.values(), strict=True):
         if not (out / arm).exists() and not (folder / "final").exists():
             recipe = recipe.replace(name=folder.name, base=str(base))
-            if (folder / "recipe.toml").exists() and (folder / "recipe.toml").read_text() != recipe.to_toml():
+            if (folder / "recipe.toml").exists() and (
+                folder / "recipe.toml"
+            ).read_text() != recipe.to_toml():
                 shutil.rmtree(folder)  # begun under another path: its base is elsewhere
             evaluation = evaluate if recipe.eval_every else None
             try:
                 watched = pairs.development or pairs.heldout
-                train(recipe, folder, pairs.train, evaluation, resume=folder.exists(), progress=progress, say=say, heldout=watched)
+                train(
+                    recipe,
+                    folder,
+                    pairs.train,
+                    evaluation,
+                    resume=folder.exists(),
+                    progress=progress,
+                    say=say,
+                    heldout=watched,
+                )
             except Stopped as stopped:
                 stopped.remedy = "the same command goes on from there"
                 raise
@@ -184,7 +249,9 @@ def run_arm(
 
 # %% ../../nbs/study/50_pipeline.ipynb #eedb5449
 def seed_numbers(first: int, seeds: int) -> list[int]:
-    "The seeds of so many runs, counted from the recipe's own; InputError for less than one or more than 40."
+    """The seeds of so many runs, counted from the recipe's own; InputError for less than one or
+    more than 40.
+    """
     if not 1 <= seeds <= 40:
         raise InputError(f"seeds = {seeds}: must be 1 to 40")
     return list(range(first, first + seeds))
@@ -192,7 +259,10 @@ def seed_numbers(first: int, seeds: int) -> list[int]:
 
 def of_seed(pipeline: Pipeline, seed: int) -> Pipeline:
     "The same pipeline with another seed in every stage."
-    return replace(pipeline, stages={name: recipe.replace(seed=seed) for name, recipe in pipeline.stages.items()})
+    return replace(
+        pipeline,
+        stages={name: recipe.replace(seed=seed) for name, recipe in pipeline.stages.items()},
+    )
 
 
 def seed_folder(out: Path, seed: int, first: int) -> Path:
@@ -201,30 +271,42 @@ def seed_folder(out: Path, seed: int, first: int) -> Path:
 
 
 def mean_of(values: Sequence):
-    "The mean of several seeds of numbers, or of lists and dictionaries of them; what is the same in all stays as it is."
+    """The mean of several seeds of numbers, or of lists and dictionaries of them; what is the same
+    in all stays as it is.
+    """
     one = values[0]
     if isinstance(one, dict):
-        return {key: mean_of([value[key] for value in values]) for key in one if all(key in value for value in values)}
+        return {
+            key: mean_of([value[key] for value in values])
+            for key in one
+            if all(key in value for value in values)
+        }
     if isinstance(one, list):
         return [mean_of(same) for same in zip(*values, strict=True)]
     return one if all(value == one for value in values) else float(np.mean(values))
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
 def claim_folder(out: Path, pipeline: Pipeline) -> None:
-    "Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for anything else."
+    """Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for
+    anything else.
+    """
     kept = out / "pipeline.toml"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose another --out")
     if (out / "report.json").exists():
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
     if kept.exists() and kept.read_text() != pipeline.to_toml():
-        raise InputError(f"{out} holds an unfinished run with other settings ({kept}); choose another --out or remove it")
+        raise InputError(
+            f"{out} holds an unfinished run with other settings ({kept}); choose "
+            "another --out or remove it"
+        )
     if not kept.exists() and out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose another --out")
     write_text(kept, pipeline.to_toml())
 
 # %% ../../nbs/study/50_pipeline.ipynb #6d6c7275
-NOT_LOSSES = ("dataset", "lr", "grad_norm", "tokens", "seconds", "candidates")  # what else a line of metrics.jsonl has
+# what else a line of metrics.jsonl has
+NOT_LOSSES = ("dataset", "lr", "grad_norm", "tokens", "seconds", "candidates")
 
 
 def _losses(metrics: pd.DataFrame) -> list[dict]:
@@ -235,7 +317,11 @@ def _losses(metrics: pd.DataFrame) -> list[dict]:
 
 def collect(pipeline: Pipeline, folders: dict[str, dict[str, Path]]) -> dict:
     "Curves, seconds and tokens of finished arms, from their run folders."
-    losses, arms, seconds, trained, tokens = {}, {}, {}, 0.0, 0
+    losses = {}
+    arms = {}
+    seconds = {}
+    trained = 0.0
+    tokens = 0
     for arm, stages in folders.items():
         for stage, folder in stages.items():
             metrics = read_metrics(folder / "metrics.jsonl")
@@ -245,14 +331,25 @@ def collect(pipeline: Pipeline, folders: dict[str, dict[str, Path]]) -> dict:
             tokens += int(metrics["tokens"].sum())
             if (folder / "evals.jsonl").exists():
                 arms[arm] = read_metrics(folder / "evals.jsonl").to_dict("records")
-                seconds[f"{arm}/{stage} evaluation"] = round(sum(row["seconds"] for row in arms[arm]), 1)
-    return {"arms": arms, "losses": losses, "timing": seconds, "tokens_per_second": round(tokens / trained, 1)}
+                seconds[f"{arm}/{stage} evaluation"] = round(
+                    sum(row["seconds"] for row in arms[arm]), 1
+                )
+    return {
+        "arms": arms,
+        "losses": losses,
+        "timing": seconds,
+        "tokens_per_second": round(tokens / trained, 1),
+    }
 
 
-def example_searches(heldout: HeldoutRetrieval, models: dict[str, Callable], num: int = 5, seed: int = 0) -> list[dict]:
+def example_searches(
+    heldout: HeldoutRetrieval, models: dict[str, Callable], num: int = 5, seed: int = 0
+) -> list[dict]:
     "A few held-out queries with the three best hits of every model and of BM25."
     which = random.Random(seed).sample(range(len(heldout.queries)), min(num, len(heldout.queries)))
-    hits = {name: heldout.searches(which, model) for name, model in models.items()} | {"bm25": heldout.searches(which)}
+    hits = {name: heldout.searches(which, model) for name, model in models.items()} | {
+        "bm25": heldout.searches(which)
+    }
     return [
         {
             "query": heldout.queries[i],
@@ -271,30 +368,45 @@ def run_pipeline(
     seeds: int = 1,  # runs of every arm
 ) -> dict:  # the report
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
-    pipeline, out = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline, Path(out)
+    pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
+    out = Path(out)
     first = next(iter(pipeline.stages.values()))
     numbers = seed_numbers(first.seed, seeds)
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
     for recipe in pipeline.stages.values():
-        prepare_tokenizer(recipe, base.path)  # raises before the first arm is trained what would stop a later one
+        # raises before the first arm is trained what would stop a later one
+        prepare_tokenizer(recipe, base.path)
     claim_folder(out, pipeline)
     began = time.perf_counter()
     pairs = split_pairs(first.data, pipeline.evaluation.pairs, first.seed, first.on_bad_row)
-    heldout = HeldoutRetrieval([p.query for p in pairs.heldout], [p.positive for p in pairs.heldout], pairs.clusters)
+    heldout = HeldoutRetrieval(
+        [p.query for p in pairs.heldout], [p.positive for p in pairs.heldout], pairs.clusters
+    )
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
     timing = {"data": round(time.perf_counter() - began, 1)}
     evaluate = saying(heldout, say)
     folders = {seed: {} for seed in numbers}
     for seed in numbers:
-        place, same = seed_folder(out, seed, first.seed), of_seed(pipeline, seed)
-        folders[seed] = {arm: run_arm(same, arm, place, base.path, pairs, evaluate, progress, say) for arm in pipeline.arms}
-    report = {"name": pipeline.name, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "seeds": numbers}
+        place = seed_folder(out, seed, first.seed)
+        same = of_seed(pipeline, seed)
+        folders[seed] = {
+            arm: run_arm(same, arm, place, base.path, pairs, evaluate, progress, say)
+            for arm in pipeline.arms
+        }
+    report = {
+        "name": pipeline.name,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "version": __version__,
+        "seeds": numbers,
+    }
     report |= collect_seeds(pipeline, folders)
     models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}
     report |= {"base": untouched(pipeline, base.path, report, evaluate), "bm25": heldout.bm25()}
     report["examples"] = example_searches(heldout, models)
     report["clusters"] = heldout.clusters
-    report["ranks"] = ranks_by_seed(heldout, models, {seed: seed_folder(out, seed, first.seed) for seed in numbers})
+    report["ranks"] = ranks_by_seed(
+        heldout, models, {seed: seed_folder(out, seed, first.seed) for seed in numbers}
+    )
     report["card"] = report_card(pipeline, pairs, folders[first.seed], base.source)
     report["timing"] = timing | report["timing"]
     report["seconds"] = round(time.perf_counter() - began, 1)
@@ -302,25 +414,35 @@ def run_pipeline(
 
 # %% ../../nbs/study/50_pipeline.ipynb #f5991e05
 def saying(heldout: HeldoutRetrieval, say: Callable[[str], None]) -> Callable[[Embedder], dict]:
-    "What `train` calls at every evaluation: held-out figures with the seconds they took, and a line for the user."
+    """What `train` calls at every evaluation: held-out figures with the seconds they took, and a
+    line for the user.
+    """
 
     def evaluate(embedder: Embedder) -> dict:
         start = time.perf_counter()
         figures = heldout(embedder.encode) | {"seconds": round(time.perf_counter() - start, 1)}
-        say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 {figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}")
+        say(
+            f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 "
+            f"{figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}"
+        )
         return figures
 
     return evaluate
 
 
 def collect_seeds(pipeline: Pipeline, folders: dict[int, dict]) -> dict:
-    "`collect` of every seed: mean curves, the first seed's losses, seconds of all; with several also the curves of each."
+    """`collect` of every seed: mean curves, the first seed's losses, seconds of all; with several
+    also the curves of each.
+    """
     found = {str(seed): collect(pipeline, each) for seed, each in folders.items()}
     first = next(iter(found.values()))
     if len(found) == 1:
         return first
     curves = {seed: each["arms"] for seed, each in found.items()}
-    timing = {key: round(sum(each["timing"][key] for each in found.values()), 1) for key in first["timing"]}
+    timing = {
+        key: round(sum(each["timing"][key] for each in found.values()), 1)
+        for key in first["timing"]
+    }
     return first | {"arms": mean_of([*curves.values()]), "by_seed": curves, "timing": timing}
 
 
@@ -329,7 +451,10 @@ def finish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     report["findings"] = findings(report)
     write_text(out / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     html_report(report, out / "report.html")
-    say(f"{headline(report)}\n{results_table(report).round(3).to_string()}\nreport: {out / 'report.html'}")
+    say(
+        f"{headline(report)}\n{results_table(report).round(3).to_string()}\nreport: "
+        f"{out / 'report.html'}"
+    )
     return report
 
 # %% ../../nbs/study/50_pipeline.ipynb #b02a1072
@@ -346,12 +471,19 @@ def remembering(encode: Callable) -> Callable:  # texts → (n, d)
 
 
 def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[str, list]:
-    "For every model and BM25, the ranks of each held-out query's documents: what a paired comparison needs."
-    ranks = {name: heldout.ranks(encode(heldout.queries), encode(heldout.documents)) for name, encode in models.items()}
+    """For every model and BM25, the ranks of each held-out query's documents: what a paired
+    comparison needs.
+    """
+    ranks = {
+        name: heldout.ranks(encode(heldout.queries), encode(heldout.documents))
+        for name, encode in models.items()
+    }
     return ranks | {"bm25": heldout.bm25_ranks()}
 
 
-def ranks_by_seed(heldout: HeldoutRetrieval, models: dict[str, Callable], places: dict[int, Path]) -> dict:
+def ranks_by_seed(
+    heldout: HeldoutRetrieval, models: dict[str, Callable], places: dict[int, Path]
+) -> dict:
     "`all_ranks`; with several seeds an arm has its ranks by seed."
     first, *others = places
     ranks = all_ranks(heldout, models)
@@ -361,25 +493,51 @@ def ranks_by_seed(heldout: HeldoutRetrieval, models: dict[str, Callable], places
     for seed in others:
         for arm in models:
             encode = Embedder.from_pretrained(places[seed] / arm).encode
-            by_seed[arm][str(seed)] = heldout.ranks(encode(heldout.queries), encode(heldout.documents))
+            by_seed[arm][str(seed)] = heldout.ranks(
+                encode(heldout.queries), encode(heldout.documents)
+            )
     return ranks | by_seed
 
 # %% ../../nbs/study/50_pipeline.ipynb #93755abe
-def untouched(pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[Embedder], dict]) -> dict:
+def untouched(
+    pipeline: Pipeline, base: str, report: dict, evaluate: Callable[[Embedder], dict]
+) -> dict:
     "Figures of the base model."
     for arm, stages in pipeline.arms.items():
         if len(stages) == 1 and report["arms"].get(arm):
-            return {key: value for key, value in report["arms"][arm][0].items() if key not in ("step", "seconds")}
+            return {
+                key: value
+                for key, value in report["arms"][arm][0].items()
+                if key not in ("step", "seconds")
+            }
     first = next(iter(pipeline.stages.values()))
-    settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling, "attention": first.attention}
+    settings = {
+        "template": first.template,
+        "max_length": first.max_length,
+        "pooling": first.pooling,
+        "attention": first.attention,
+    }
     return evaluate(Embedder.from_pretrained(base, **settings))
 
 
 def report_card(pipeline: Pipeline, pairs: SplitPairs, folders: dict, source: str) -> dict:
     "What the report's figures rest on."
-    runs = {f"{arm}/{stage}": json.loads((f / "card.json").read_text()) for arm, stages in folders.items() for stage, f in stages.items()}
+    runs = {
+        f"{arm}/{stage}": json.loads((f / "card.json").read_text())
+        for arm, stages in folders.items()
+        for stage, f in stages.items()
+    }
     shared = next(iter(runs.values()))
-    keys = ("commit", "device", "dtype", "dtype_reason", "attention", "fingerprint", "template", "versions")
+    keys = (
+        "commit",
+        "device",
+        "dtype",
+        "dtype_reason",
+        "attention",
+        "fingerprint",
+        "template",
+        "versions",
+    )
     return {
         "base": source,
         **{key: shared[key] for key in keys},

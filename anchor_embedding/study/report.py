@@ -37,21 +37,28 @@ def _json_object(path, number, line):
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}:{number}: not JSON ({e}); remove the line or restore the file") from None
+        raise InputError(
+            f"{path}:{number}: not JSON ({e}); remove the line or restore the file"
+        ) from None
     if not isinstance(row, dict):
-        raise InputError(f"{path}:{number}: a JSON object is expected, one a line; got {type(row).__name__}")
+        raise InputError(
+            f"{path}:{number}: a JSON object is expected, one a line; got {type(row).__name__}"
+        )
     return row
 
 
 def read_metrics(
     path,  # a metrics.jsonl or evals.jsonl
 ) -> pd.DataFrame:  # one row a line, in the order of the file
-    "Read the lines a run wrote; a last line without its end is left out, any other fault raises InputError with its line."
+    """Read the lines a run wrote; a last line without its end is left out, any other fault raises
+    InputError with its line.
+    """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    complete, last = list(enumerate(lines[:-1], 1)), lines[-1]
+    complete = list(enumerate(lines[:-1], 1))
+    last = lines[-1]
     rows = [_json_object(path, number, line) for number, line in complete if line.strip()]
     with contextlib.suppress(InputError):
         rows += [_json_object(path, len(lines), last)] if last.strip() else []
@@ -72,13 +79,22 @@ def read_report(
         raise InputError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e:
         raise InputError(f"{path}: not JSON ({e})") from None
-    if not isinstance(report, dict) or not isinstance(report.get("arms"), dict) or not any(report["arms"].values()):
+    if (
+        not isinstance(report, dict)
+        or not isinstance(report.get("arms"), dict)
+        or not any(report["arms"].values())
+    ):
         raise InputError(f"{path}: not a report: `arms` with at least one evaluated arm is missing")
     return report
 
 # %% ../../nbs/study/20_report.ipynb #74378f37
 METRICS = {"ndcg_at_10": "nDCG@10", "recall_at_1": "recall@1", "mrr": "MRR"}
-LABELS = {"base": "untouched model", "bm25": "BM25", "baseline": "baseline: Stage II", "anchor": "anchor: Stages I and II"}
+LABELS = {
+    "base": "untouched model",
+    "bm25": "BM25",
+    "baseline": "baseline: Stage II",
+    "anchor": "anchor: Stages I and II",
+}
 
 
 def results_table(
@@ -87,55 +103,92 @@ def results_table(
     "Retrieval of everything compared, the arms at their last evaluation."
     last = {arm: curve[-1] for arm, curve in report["arms"].items() if curve}
     rows = {key: report[key] for key in ("base", "bm25") if report.get(key)} | last
-    table = pd.DataFrame({LABELS.get(k, k): {label: row.get(m) for m, label in METRICS.items()} for k, row in rows.items()}, dtype=float)
+    table = pd.DataFrame(
+        {
+            LABELS.get(k, k): {label: row.get(m) for m, label in METRICS.items()}
+            for k, row in rows.items()
+        },
+        dtype=float,
+    )
     return table.T[list(METRICS.values())]
 
 # %% ../../nbs/study/20_report.ipynb #cd791bf6
 def seed_figures(
     report: dict,  # see `read_report`
-    name: str,     # of an arm, "base" or "bm25"
+    name: str,  # of an arm, "base" or "bm25"
 ) -> np.ndarray | None:  # (seeds, queries); one row where there is one run; None without ranks
     "nDCG@10 of every held-out query by every run of an arm, in the order of the seeds."
     ranks = report.get("ranks", {}).get(name)
     if not ranks:
         return None
-    return np.stack([query_ndcg(run) for run in (ranks.values() if isinstance(ranks, dict) else [ranks])])
+    return np.stack(
+        [query_ndcg(run) for run in (ranks.values() if isinstance(ranks, dict) else [ranks])]
+    )
 
 
 def heldout_queries(
     report: dict,  # see `read_report`
 ) -> int | None:
-    "The number of held-out queries: of those that have ranks, else as the card has it; None where neither says."
-    figures = next((found for name in report.get("ranks", {}) if (found := seed_figures(report, name)) is not None), None)
-    return report.get("card", {}).get("counts", {}).get("heldout") if figures is None else figures.shape[1]
+    """The number of held-out queries: of those that have ranks, else as the card has it; None where
+    neither says.
+    """
+    figures = next(
+        (
+            found
+            for name in report.get("ranks", {})
+            if (found := seed_figures(report, name)) is not None
+        ),
+        None,
+    )
+    return (
+        report.get("card", {}).get("counts", {}).get("heldout")
+        if figures is None
+        else figures.shape[1]
+    )
 
 # %% ../../nbs/study/20_report.ipynb #d0b28d8e
 def _last(report, key):
-    "nDCG@10 of an arm at its last evaluation, of the untouched model or of BM25; None where it is not there."
+    """nDCG@10 of an arm at its last evaluation, of the untouched model or of BM25; None where it is
+    not there.
+    """
     curve = report["arms"].get(key)
     row = curve[-1] if curve else report.get(key)
     return row["ndcg_at_10"] if row else None
 
 
 def against(
-    report: dict,   # see `read_report`
-    arms: list,     # names
+    report: dict,  # see `read_report`
+    arms: list,  # names
     reference: str,  # an arm, "base" or "bm25"
 ) -> dict[str, Difference]:
-    "What each arm's nDCG@10 has over the reference's at the last evaluation, query by query where there are ranks."
-    figures, theirs = {arm: seed_figures(report, arm) for arm in arms}, seed_figures(report, reference)
-    fits = lambda rows: rows is not None and theirs is not None and rows.shape[1] == theirs.shape[1]
+    """What each arm's nDCG@10 has over the reference's at the last evaluation, query by query where
+    there are ranks.
+    """
+    figures = {arm: seed_figures(report, arm) for arm in arms}
+    theirs = seed_figures(report, reference)
+
+    def fits(rows):
+        return rows is not None and theirs is not None and rows.shape[1] == theirs.shape[1]
+
     if all(fits(rows) for rows in figures.values()):
         return compare_with(figures, theirs, report.get("clusters"))
-    seeds, queries = len(report.get("seeds", [0])), heldout_queries(report)
-    return {arm: compare_means(_last(report, arm), _last(report, reference), queries, seeds) for arm in arms}
+    seeds = len(report.get("seeds", [0]))
+    queries = heldout_queries(report)
+    return {
+        arm: compare_means(_last(report, arm), _last(report, reference), queries, seeds)
+        for arm in arms
+    }
 
 # %% ../../nbs/study/20_report.ipynb #15d9d6d3
 def compare_arms(
     report: dict,  # see `read_report`
-) -> dict | None:  # step, anchor, baseline (nDCG@10), found (a `Difference`); None without both arms
+    # step, anchor, baseline (nDCG@10), found (a `Difference`); None without both arms
+) -> dict | None:
     "The anchor arm against the baseline at their last common step."
-    curves = {arm: {row["step"]: row["ndcg_at_10"] for row in report["arms"].get(arm) or []} for arm in ("anchor", "baseline")}
+    curves = {
+        arm: {row["step"]: row["ndcg_at_10"] for row in report["arms"].get(arm) or []}
+        for arm in ("anchor", "baseline")
+    }
     common = set(curves["anchor"]) & set(curves["baseline"])
     if not common:
         return None
@@ -158,32 +211,55 @@ def headline(
         last = {arm: curve[-1]["ndcg_at_10"] for arm, curve in report["arms"].items() if curve}
         if not last:
             return "No arm was evaluated: `evaluation.every` is 0."
-        return "nDCG@10 at the last evaluation: " + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items()) + "."
-    found, mean = result["found"], "the mean " if len(report.get("seeds", [0])) > 1 else ""
+        return (
+            "nDCG@10 at the last evaluation: "
+            + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items())
+            + "."
+        )
+    found = result["found"]
+    mean = "the mean " if len(report.get("seeds", [0])) > 1 else ""
     verdict = found.words("the arm with Stage I")
-    return (f"{verdict[0].upper()}{verdict[1:]}: {mean}nDCG@10 after {result['step']} steps of Stage II is {result['anchor']:.3f} with Stage I "
-            f"before it and {result['baseline']:.3f} without ({found.difference:+.3f}; {found.sure()}).")
+    return (
+        f"{verdict[0].upper()}{verdict[1:]}: {mean}nDCG@10 after {result['step']} steps of "
+        f"Stage II is {result['anchor']:.3f} with Stage I "
+        f"before it and {result['baseline']:.3f} without ({found.difference:+.3f}; "
+        f"{found.sure()})."
+    )
 
 # %% ../../nbs/study/20_report.ipynb #20a73189
 def _early_stage(report):
     "The course of both arms."
-    anchor, baseline = ({r["step"]: r["ndcg_at_10"] for r in report["arms"].get(a) or []} for a in ("anchor", "baseline"))
+    anchor, baseline = (
+        {r["step"]: r["ndcg_at_10"] for r in report["arms"].get(a) or []}
+        for a in ("anchor", "baseline")
+    )
     steps = sorted(s for s in set(anchor) & set(baseline) if s > 0)
     if not steps:
         return []
-    mean = lambda curve: sum(curve[s] for s in steps) / len(steps)
+
+    def mean(curve):
+        return sum(curve[s] for s in steps) / len(steps)
+
     widest = max(steps, key=lambda s: abs(anchor[s] - baseline[s]))
-    return [f"Early stage: over the evaluations at steps {steps[0]} to {steps[-1]} nDCG@10 averages {mean(anchor):.3f} (anchor) "
-            f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: {anchor[widest]:.3f} against {baseline[widest]:.3f}."]
+    return [
+        f"Early stage: over the evaluations at steps {steps[0]} to {steps[-1]} nDCG@10 "
+        f"averages {mean(anchor):.3f} (anchor) "
+        f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: "
+        f"{anchor[widest]:.3f} against {baseline[widest]:.3f}."
+    ]
 
 
 def _references(report):
     "The arms beside BM25 and the untouched model."
-    lines, arms = [], [arm for arm, curve in report["arms"].items() if curve]
+    lines = []
+    arms = [arm for arm, curve in report["arms"].items() if curve]
     for key, name in (("bm25", "BM25, which needs no training,"), ("base", "The untouched model")):
         if report.get(key):
             found = against(report, arms, key)
-            parts = "; ".join(f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})" for arm, one in found.items())
+            parts = "; ".join(
+                f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})"
+                for arm, one in found.items()
+            )
             if found and all(one.p is None for one in found.values()):
                 least_sure = max(found.values(), key=lambda one: one.detectable or 0)
                 parts = f"{', '.join(f'{arm} {one.difference:+.3f}' for arm, one in found.items())}, without a verdict: {least_sure.sure()}"
@@ -203,9 +279,22 @@ def loss_names(objective: str) -> tuple[str, str]:
 
 def _objective(report, key):
     "What stage `arm/stage` learned: its recipe says, else the terms of its loss."
-    recipes, terms = report.get("card", {}).get("recipes", {}), report["losses"][key][0]
-    signs = [({"q2q", "q2d"}, "bag_of_tokens"), ({"q2d"}, "reconstruction"), ({"q2q"}, "reconstruction"), ({"mntp"}, "mntp")]
-    found = next((name for sign, name in [*signs, ({"first_infonce"}, "refinement")] if sign <= terms.keys()), "contrastive")
+    recipes = report.get("card", {}).get("recipes", {})
+    terms = report["losses"][key][0]
+    signs = [
+        ({"q2q", "q2d"}, "bag_of_tokens"),
+        ({"q2d"}, "reconstruction"),
+        ({"q2q"}, "reconstruction"),
+        ({"mntp"}, "mntp"),
+    ]
+    found = next(
+        (
+            name
+            for sign, name in [*signs, ({"first_infonce"}, "refinement")]
+            if sign <= terms.keys()
+        ),
+        "contrastive",
+    )
     return recipes.get(key.rpartition("/")[2], {}).get("objective", found)
 
 
@@ -225,37 +314,67 @@ def _compares(objective):
 
 def _gains(row):
     "The anchor gain of every direction that is measured in a row: q2d → nats per token."
-    return {key.removeprefix("anchor_gain_"): gain for key, gain in row.items() if key.startswith("anchor_gain_") and gain is not None}
+    return {
+        key.removeprefix("anchor_gain_"): gain
+        for key, gain in row.items()
+        if key.startswith("anchor_gain_") and gain is not None
+    }
 
 # %% ../../nbs/study/20_report.ipynb #1ad5ae1e
 def _pretext_losses(report):
     "First and last loss of every stage that does not contrast."
     named = {key: loss_names(_objective(report, key)) for key in _pretexts(report)}
-    ends = {key: (report["losses"][key][0]["loss"], report["losses"][key][-1]["loss"]) for key in named}
-    return [f"{key}: the {name} loss went from {ends[key][0]:.2f} to {ends[key][1]:.2f} nats per {unit}." for key, (name, unit) in named.items()]
+    ends = {
+        key: (report["losses"][key][0]["loss"], report["losses"][key][-1]["loss"]) for key in named
+    }
+    return [
+        f"{key}: the {name} loss went from {ends[key][0]:.2f} to {ends[key][1]:.2f} nats per "
+        f"{unit}."
+        for key, (name, unit) in named.items()
+    ]
 
 
 def _anchor_use(report):
     "Anchor gain and mean cosine of every stage that measured them."
-    lines, runs = [], {key: rows for key, rows in _pretexts(report).items() if any(map(_gains, rows))}
+    lines = []
+    runs = {key: rows for key, rows in _pretexts(report).items() if any(map(_gains, rows))}
     for key, rows in runs.items():
         which = f" of {key}" if len(runs) > 1 else ""
         measured = [row for row in rows if _gains(row)]
-        last, gains = measured[-1], _gains(measured[-1])
+        last = measured[-1]
+        gains = _gains(measured[-1])
         told = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
-        lines.append(f"The anchor gain{which} at step {last['step']} is {told} nats per token: {_in_proportion(last, gains)}.")
+        lines.append(
+            f"The anchor gain{which} at step {last['step']} is {told} nats per token: "
+            f"{_in_proportion(last, gains)}."
+        )
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
         if cosines:
-            course = "drew together" if cosines[-1] > cosines[0] + 0.05 else "spread" if cosines[-1] < cosines[0] - 0.05 else "stayed as they were"
-            lines.append(f"The mean cosine between random texts{which} went from {cosines[0]:.2f} to {cosines[-1]:.2f}: the vectors {course}.")
+            course = (
+                "drew together"
+                if cosines[-1] > cosines[0] + 0.05
+                else "spread"
+                if cosines[-1] < cosines[0] - 0.05
+                else "stayed as they were"
+            )
+            lines.append(
+                f"The mean cosine between random texts{which} went from {cosines[0]:.2f} "
+                f"to {cosines[-1]:.2f}: the vectors {course}."
+            )
     return lines
 
 
 def _in_proportion(row, gains):
-    "What a gain amounts to: as a share of its ceiling, or of the loss where a report has no ceiling."
+    """What a gain amounts to: as a share of its ceiling, or of the loss where a report has no
+    ceiling.
+    """
     of_ceiling = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
     if any(share is not None for share in of_ceiling.values()):
-        parts = [f"{share:.1%} ({name.upper()})" for name, share in of_ceiling.items() if share is not None]
+        parts = [
+            f"{share:.1%} ({name.upper()})"
+            for name, share in of_ceiling.items()
+            if share is not None
+        ]
         return f"{' and '.join(parts)} of what the whole text in the anchor's place would save"
     share = max((gain / row[name] for name, gain in gains.items() if name in row), default=0.0)
     return f"the decoder {'hardly uses' if share < 0.01 else 'uses'} the anchor ({share:.1%} of the loss at most)"
@@ -264,42 +383,98 @@ def _in_proportion(row, gains):
 def scale(
     report: dict,  # see `read_report`; card["recipes"] holds the settings of every stage
 ) -> dict | None:  # pairs, paper_pairs, share; None when no stage reconstructs
-    "How many pairs Stage I, the longest if there are several, saw here and in the paper (the shipped recipe stage1: 2,000 steps of 512)."
+    """How many pairs Stage I, the longest if there are several, saw here and in the paper (the
+    shipped recipe stage1: 2,000 steps of 512).
+    """
     recipes = report.get("card", {}).get("recipes", {}).values()
-    ran = [r for r in recipes if r.get("objective") == "reconstruction" and r.get("target") != "itself"]
+    ran = [
+        r for r in recipes if r.get("objective") == "reconstruction" and r.get("target") != "itself"
+    ]
     if not ran:
         return None
     paper = load_recipe("stage1")
-    pairs, paper_pairs = max(r["steps"] * r["batch_size"] for r in ran), paper.steps * paper.batch_size
+    pairs = max(r["steps"] * r["batch_size"] for r in ran)
+    paper_pairs = paper.steps * paper.batch_size
     return {"pairs": pairs, "paper_pairs": paper_pairs, "share": pairs / paper_pairs}
 
 
 def _scale_sentence(report):
     "What the effect needs, and what this run had."
     size = scale(report)
-    return [] if size is None else [
-        f"Scale: Stage I saw {size['pairs']:,} pairs here and {size['paper_pairs']:,} in the paper"
-        + (f", {1 / size['share']:,.0f} times as many; the paper's early lead was measured at that scale." if size["share"] < 0.1 else ".")]
+    return (
+        []
+        if size is None
+        else [
+            f"Scale: Stage I saw {size['pairs']:,} pairs here and {size['paper_pairs']:,} in the "
+            "paper"
+            + (
+                f", {1 / size['share']:,.0f} times as many; the paper's early lead was measured at "
+                "that "
+                "scale."
+                if size["share"] < 0.1
+                else "."
+            )
+        ]
+    )
 
 
 def findings(
     report: dict,  # see `read_report`
 ) -> list[str]:
     "What the figures of a report say, a sentence each, the headline first."
-    return [headline(report), *_early_stage(report), *_references(report), *_pretext_losses(report), *_anchor_use(report), *_scale_sentence(report)]
+    return [
+        headline(report),
+        *_early_stage(report),
+        *_references(report),
+        *_pretext_losses(report),
+        *_anchor_use(report),
+        *_scale_sentence(report),
+    ]
 
 # %% ../../nbs/study/20_report.ipynb #fe897002
-COLOURS = {"baseline": "#0072B2", "anchor": "#D55E00", "base": "#999999", "bm25": "#000000",
-           "only_q2d": "#009E73", "only_d2q": "#CC79A7", "stage1": "#E69F00"}  # ablations: one direction of Stage I; Stage I alone
+COLOURS = {
+    "baseline": "#0072B2",
+    "anchor": "#D55E00",
+    "base": "#999999",
+    "bm25": "#000000",
+    # ablations: one direction of Stage I; Stage I alone
+    "only_q2d": "#009E73",
+    "only_d2q": "#CC79A7",
+    "stage1": "#E69F00",
+}
 SPARE_COLOURS = ("#56B4E9", "#882255", "#999933", "#44AA99")  # for arms of other names
-INK, GRID = "#1a1a1a", "#dddddd"
+INK = "#1a1a1a"
+GRID = "#dddddd"
 _STYLE = {
-    "figure.dpi": 100, "savefig.dpi": 300, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
-    "font.size": 10, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 10,
-    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "axes.grid": True, "axes.grid.axis": "y",
-    "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.8, "lines.markersize": 4.5,
-    "svg.fonttype": "none", "svg.hashsalt": "anchor", "font.family": "sans-serif",
+    "figure.dpi": 100,
+    "savefig.dpi": 300,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "anchor",
+    "font.family": "sans-serif",
 }
 
 
@@ -309,17 +484,20 @@ def style():
 
 
 def colour(
-    arm: str,   # name of an arm, "base" or "bm25"
-    arms=(),    # all arms, to give those without a colour of their own different ones
+    arm: str,  # name of an arm, "base" or "bm25"
+    arms=(),  # all arms, to give those without a colour of their own different ones
 ) -> str:
     "The colour of an arm, the same in every plot."
     others = [name for name in arms if name not in COLOURS]
-    return COLOURS.get(arm) or SPARE_COLOURS[others.index(arm) % len(SPARE_COLOURS) if arm in others else 0]
+    return (
+        COLOURS.get(arm)
+        or SPARE_COLOURS[others.index(arm) % len(SPARE_COLOURS) if arm in others else 0]
+    )
 
 # %% ../../nbs/study/20_report.ipynb #855de8dc
 def new_figure(
-    panels: int = 1,       # one below the other
-    height: float = 2.6,   # of a panel, inches
+    panels: int = 1,  # one below the other
+    height: float = 2.6,  # of a panel, inches
 ) -> tuple[Figure, list]:  # the figure and its axes
     "A figure in the style of the report, of the width of one column; use it within `style()`."
     register_figures()
@@ -329,11 +507,12 @@ def new_figure(
 # %% ../../nbs/study/20_report.ipynb #cff3324c
 def spread(
     heights: list[float],  # wished positions, in [0, 1]
-    gap: float,            # smallest distance between two
+    gap: float,  # smallest distance between two
 ) -> list[float]:  # positions in the same order, at least `gap` apart where there is room
     "Move labels apart, as little as is needed."
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    placed, floor = list(heights), -math.inf
+    placed = list(heights)
+    floor = -math.inf
     for i in order:
         placed[i] = floor = max(placed[i], floor + gap)
     ceiling = 1.0
@@ -344,7 +523,7 @@ def spread(
 
 # %% ../../nbs/study/20_report.ipynb #bee09acc
 def end_labels(
-    axes,          # matplotlib axes, its limits final
+    axes,  # matplotlib axes, its limits final
     labels: list,  # (height in data units, text, colour, bold)
 ) -> None:
     "Write labels outside the right edge, at the heights of the lines they name."
@@ -353,13 +532,24 @@ def end_labels(
     inches = axes.figure.get_figheight() / len(axes.figure.axes) * 0.75
     placed = spread([(y - low) / (high - low) for y, *_ in labels], 0.17 / inches)
     for (_, text, ink, bold), height in zip(labels, placed, strict=True):
-        axes.annotate(text, (1, height), (5, 0), "axes fraction", textcoords="offset points", color=ink,
-                      va="center", weight="bold" if bold else "normal", annotation_clip=False)
+        axes.annotate(
+            text,
+            (1, height),
+            (5, 0),
+            "axes fraction",
+            textcoords="offset points",
+            color=ink,
+            va="center",
+            weight="bold" if bold else "normal",
+            annotation_clip=False,
+        )
 
 
 def whole_steps(axes, label: str) -> None:
     "Steps on the x axis: whole numbers, with a label."
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(
+        matplotlib.ticker.MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10])
+    )
     axes.set_xlabel(label)
 
 # %% ../../nbs/study/20_report.ipynb #0cee611f
@@ -367,23 +557,34 @@ MARKERS = {"baseline": "o", "anchor": "s", "only_q2d": "^", "only_d2q": "v"}
 
 
 def plot_early_stage(
-    report: dict,                # see `read_report`
+    report: dict,  # see `read_report`
     metric: str = "ndcg_at_10",  # a key of METRICS
 ) -> Figure:
-    "A metric of held-out retrieval over the steps of Stage II; BM25 and the untouched model as lines of reference."
+    """A metric of held-out retrieval over the steps of Stage II; BM25 and the untouched model as
+    lines of reference.
+    """
     with style():
         figure, (axes,) = new_figure(height=3.0)
         labels = []
         for arm, curve in report["arms"].items():
             if curve:
                 ink = colour(arm, report["arms"])
-                axes.plot([r["step"] for r in curve], [r[metric] for r in curve], color=ink, marker=MARKERS.get(arm, "^"))
+                axes.plot(
+                    [r["step"] for r in curve],
+                    [r[metric] for r in curve],
+                    color=ink,
+                    marker=MARKERS.get(arm, "^"),
+                )
                 labels.append((curve[-1][metric], arm, ink, True))
         for key, dashes, name in (("bm25", "--", "BM25"), ("base", ":", "untouched")):
             if report.get(key):
-                axes.axhline(report[key][metric], color=COLOURS[key], linestyle=dashes, linewidth=1.4)
+                axes.axhline(
+                    report[key][metric], color=COLOURS[key], linestyle=dashes, linewidth=1.4
+                )
                 labels.append((report[key][metric], name, INK, False))
-        axes.set_ylim(0, min(1.0, 1.12 * max(y for line in axes.lines for y in line.get_ydata())) or 1)
+        axes.set_ylim(
+            0, min(1.0, 1.12 * max(y for line in axes.lines for y in line.get_ydata())) or 1
+        )
         axes.set(ylabel=f"{METRICS[metric]} (held-out queries)")
         whole_steps(axes, "Stage II step")
         end_labels(axes, labels)
@@ -391,10 +592,12 @@ def plot_early_stage(
 
 # %% ../../nbs/study/20_report.ipynb #f05a54f6
 def gaussian_smooth(
-    values,        # (n,) one a step
+    values,  # (n,) one a step
     sigma: float,  # standard deviation of the window, in steps; 0 = no smoothing
 ) -> np.ndarray:  # (n,)
-    "The mean of the values around each one, weighted by a Gaussian window cut off at four standard deviations."
+    """The mean of the values around each one, weighted by a Gaussian window cut off at four
+    standard deviations.
+    """
     values = np.asarray(values, dtype=np.float64)
     reach = min(math.ceil(4 * sigma), len(values) - 1)
     if reach < 1:
@@ -410,18 +613,28 @@ def _draw_loss(axes, rows, key, ink, dashes="-", sigma=0.0):
     if sigma:
         axes.plot(frame["step"], frame[key], color=ink, linewidth=0.6, alpha=0.3)
         frame[key] = gaussian_smooth(frame[key], sigma)
-    axes.plot(frame["step"], frame[key], color=ink, linestyle=dashes, linewidth=1.8 if dashes == "-" else 1.2)
+    axes.plot(
+        frame["step"],
+        frame[key],
+        color=ink,
+        linestyle=dashes,
+        linewidth=1.8 if dashes == "-" else 1.2,
+    )
     return frame[key].iloc[-1]
 
 
-DIRECTIONS = {"q2d": "--", "d2q": ":", "q2q": "-.", "d2d": (0, (1, 3))}  # of a loss's terms → dashes
+# of a loss's terms → dashes
+DIRECTIONS = {"q2d": "--", "d2q": ":", "q2q": "-.", "d2d": (0, (1, 3))}
 
 
 def plot_losses(
-    report: dict,                 # see `read_report`; losses: "arm/stage" → rows
-    sigma: float | None = None,   # of the smoothing, in steps; None = a hundredth of a run of a hundred steps or more
+    report: dict,  # see `read_report`; losses: "arm/stage" → rows
+    # of the smoothing, in steps; None = a hundredth of a run of a hundred steps or more
+    sigma: float | None = None,
 ) -> Figure:
-    "Training losses, a panel a stage, called what they are (see `loss_names`); of reconstructions and bags of tokens every direction too."
+    """Training losses, a panel a stage, called what they are (see `loss_names`); of reconstructions
+    and bags of tokens every direction too.
+    """
     losses = {key: rows for key, rows in report.get("losses", {}).items() if rows}
     if not losses:
         raise InputError("the report has no losses to plot")
@@ -429,14 +642,25 @@ def plot_losses(
     with style():
         figure, panels = new_figure(len(stages))
         for axes, stage in zip(panels, stages, strict=True):
-            labels, runs = [], [key for key in losses if key.rpartition("/")[2] == stage]
+            labels = []
+            runs = [key for key in losses if key.rpartition("/")[2] == stage]
             objective = _objective(report, runs[0])
             for key in runs:
-                arm, rows = key.rpartition("/")[0], losses[key]
-                ink, width = colour(arm, report["arms"]), (len(rows) // 100 if sigma is None else sigma)
+                arm = key.rpartition("/")[0]
+                rows = losses[key]
+                ink = colour(arm, report["arms"])
+                width = len(rows) // 100 if sigma is None else sigma
                 labels += [(_draw_loss(axes, rows, "loss", ink, sigma=width), arm, ink, True)]
                 parts = [part for part in DIRECTIONS if part in rows[0]]
-                labels += [(_draw_loss(axes, rows, part, ink, DIRECTIONS[part], width), part.upper(), ink, False) for part in parts]
+                labels += [
+                    (
+                        _draw_loss(axes, rows, part, ink, DIRECTIONS[part], width),
+                        part.upper(),
+                        ink,
+                        False,
+                    )
+                    for part in parts
+                ]
             name, unit = loss_names(objective)
             axes.set(title=f"{stage} ({name})", ylabel=f"loss (nats per {unit})")
             whole_steps(axes, "step")
@@ -447,26 +671,40 @@ def plot_losses(
 def plot_anchor_gain(
     report: dict,  # see `read_report`
 ) -> Figure:
-    "Anchor gain of every direction (nats per token) and mean cosine between random texts during Stage I."
+    """Anchor gain of every direction (nats per token) and mean cosine between random texts during
+    Stage I.
+    """
     runs = {key: [r for r in rows if _gains(r)] for key, rows in _pretexts(report).items()}
     runs = {key: rows for key, rows in runs.items() if rows}
     if not runs:
-        raise InputError("the report has no anchor gain to plot; set `anchor_gain_every` in the reconstruction stage")
+        raise InputError(
+            "the report has no anchor gain to plot; set `anchor_gain_every` in the "
+            "reconstruction stage"
+        )
     with style():
         figure, (gain, cosine) = new_figure(2)
         labels = {gain: [], cosine: []}
         gain.axhline(0, color=INK, linewidth=0.8)
         for key, rows in runs.items():
-            arm, steps = key.rpartition("/")[0], [row["step"] for row in rows]
-            ink, name = colour(arm, report["arms"]), "" if len(runs) == 1 else f"{arm} "
-            lines = [(gain, f"anchor_gain_{part}", DIRECTIONS[part], part.upper()) for part in _gains(rows[-1])]
+            arm = key.rpartition("/")[0]
+            steps = [row["step"] for row in rows]
+            ink = colour(arm, report["arms"])
+            name = "" if len(runs) == 1 else f"{arm} "
+            lines = [
+                (gain, f"anchor_gain_{part}", DIRECTIONS[part], part.upper())
+                for part in _gains(rows[-1])
+            ]
             lines += [(cosine, "mean_cosine", "-", "")]
             for axes, field, dashes, text in lines:
                 values = [row.get(field, math.nan) for row in rows]
                 axes.plot(steps, values, color=ink, linestyle=dashes, marker="s", markersize=3)
                 labels[axes].append((values[-1], f"{name}{text}" if text else arm, ink, not text))
         gain.set(title="Anchor gain", ylabel="nats per token")
-        cosine.set(title="Mean cosine between random texts", ylabel="cosine", ylim=(min(0, cosine.get_ylim()[0]), 1.02))
+        cosine.set(
+            title="Mean cosine between random texts",
+            ylabel="cosine",
+            ylim=(min(0, cosine.get_ylim()[0]), 1.02),
+        )
         for axes in (gain, cosine):
             whole_steps(axes, "Stage I step")
             end_labels(axes, labels[axes])
@@ -482,10 +720,19 @@ def plot_sweep(
         figure, (axes,) = new_figure(height=3.0)
         labels = []
         for name, rows in sweeps.items():
-            steps, first = [row["steps"] for row in rows], rows[0]["ndcg_at_10"] - rows[0]["gain"]
+            steps = [row["steps"] for row in rows]
+            first = rows[0]["ndcg_at_10"] - rows[0]["gain"]
             ink = colour(name, sweeps)
-            axes.plot(steps, [row["ndcg_at_10"] for row in rows], color=ink, marker="o", markersize=3)
-            axes.fill_between(steps, *([first + row[end] for row in rows] for end in ("low", "high")), color=ink, alpha=0.15, linewidth=0)
+            axes.plot(
+                steps, [row["ndcg_at_10"] for row in rows], color=ink, marker="o", markersize=3
+            )
+            axes.fill_between(
+                steps,
+                *([first + row[end] for row in rows] for end in ("low", "high")),
+                color=ink,
+                alpha=0.15,
+                linewidth=0,
+            )
             labels.append((rows[-1]["ndcg_at_10"], name, ink, True))
         if trained:
             axes.axvline(trained, color=INK, linestyle=":", linewidth=1)
@@ -495,21 +742,33 @@ def plot_sweep(
     return figure
 
 # %% ../../nbs/study/20_report.ipynb #ba9e3c01
-_INKS = {COLOURS["baseline"]: "var(--baseline)", COLOURS["anchor"]: "var(--anchor)", COLOURS["base"]: "var(--base)",
-         COLOURS["bm25"]: "currentColor", INK: "currentColor", GRID: "var(--grid)"}
+_INKS = {
+    COLOURS["baseline"]: "var(--baseline)",
+    COLOURS["anchor"]: "var(--anchor)",
+    COLOURS["base"]: "var(--base)",
+    COLOURS["bm25"]: "currentColor",
+    INK: "currentColor",
+    GRID: "var(--grid)",
+}
 
 
 def inline_svg(
     figure: Figure,  # in the style of the report
-    name: str,       # unique in the page: ids begin with it
-    label: str,      # what the figure shows, for those who cannot see it
+    name: str,  # unique in the page: ids begin with it
+    label: str,  # what the figure shows, for those who cannot see it
 ) -> str:
     "A figure as SVG for a page of ours: colours of the page, ids of its own, no fixed size."
     buffer = io.StringIO()
     with style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     svg = buffer.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg[svg.index("<svg"):], flags=re.S)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.S
+    )
     for ink, variable in _INKS.items():
         svg = re.sub(ink, variable, svg, flags=re.I)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
@@ -562,12 +821,27 @@ def results_html(
     "The table of results as HTML, the best of every column bold and underlined."
     table = results_table(report)
     best = {column: table[column].max() for column in table}
-    cell = lambda column, value: (f'<td class="number{" best" if value == best[column] else ""}">'
-                                  + ("–" if math.isnan(value) else f"{value:.3f}") + "</td>")
-    rows = ["<tr><th>" + html.escape(name) + "</th>" + "".join(cell(c, row[c]) for c in table) + "</tr>" for name, row in table.iterrows()]
-    head = "<tr><th></th>" + "".join(f'<th class="number">{html.escape(c)}</th>' for c in table) + "</tr>"
+
+    def cell(column, value):
+        return (
+            f'<td class="number{" best" if value == best[column] else ""}">'
+            + ("–" if math.isnan(value) else f"{value:.3f}")
+            + "</td>"
+        )
+
+    rows = [
+        "<tr><th>" + html.escape(name) + "</th>" + "".join(cell(c, row[c]) for c in table) + "</tr>"
+        for name, row in table.iterrows()
+    ]
+    head = (
+        "<tr><th></th>"
+        + "".join(f'<th class="number">{html.escape(c)}</th>' for c in table)
+        + "</tr>"
+    )
     queries = heldout_queries(report)
-    caption = (f"{queries:,} held-out queries; " if queries else "") + "arms at their last evaluation; best of a column bold and underlined"
+    caption = (
+        f"{queries:,} held-out queries; " if queries else ""
+    ) + "arms at their last evaluation; best of a column bold and underlined"
     return f'<div class="scroll"><table><caption>{caption}</caption><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 # %% ../../nbs/study/20_report.ipynb #3b2d727e
@@ -582,9 +856,16 @@ def _hits(arm, hits):
     items = []
     for rank, hit in enumerate(hits, 1):
         mark = '<span class="mark">✓ correct</span> · ' if hit["correct"] else ""
-        items.append(f'<li class="{"correct" if hit["correct"] else "other"}"><span class="score">{rank}. {mark}{hit["score"]:.2f}</span><br>'
-                     f"{html.escape(_cut(hit['text']))}</li>")
-    missing = "" if any(hit["correct"] for hit in hits) else f'<p class="soft">The right one is not among the first {len(hits)}.</p>'
+        items.append(
+            f'<li class="{"correct" if hit["correct"] else "other"}"><span '
+            f'class="score">{rank}. {mark}{hit["score"]:.2f}</span><br>'
+            f"{html.escape(_cut(hit['text']))}</li>"
+        )
+    missing = (
+        ""
+        if any(hit["correct"] for hit in hits)
+        else f'<p class="soft">The right one is not among the first {len(hits)}.</p>'
+    )
     name = html.escape(LABELS.get(arm, arm))
     return f'<div class="{html.escape(arm)}"><h4>{name}</h4><ol class="hits">{"".join(items)}</ol>{missing}</div>'
 
@@ -593,22 +874,34 @@ def searches_html(
     report: dict,  # see `read_report`; examples: query, positive, hits of every arm
 ) -> str:
     "The example searches as HTML, a column an arm."
-    return "".join(f'<div class="search"><h3>{n}. {html.escape(_cut(e["query"]))}</h3><div class="columns">'
-                   + "".join(_hits(arm, hits) for arm, hits in e["hits"].items()) + "</div></div>"
-                   for n, e in enumerate(report.get("examples", []), 1))
+    return "".join(
+        f'<div class="search"><h3>{n}. {html.escape(_cut(e["query"]))}</h3><div '
+        'class="columns">'
+        + "".join(_hits(arm, hits) for arm, hits in e["hits"].items())
+        + "</div></div>"
+        for n, e in enumerate(report.get("examples", []), 1)
+    )
 
 # %% ../../nbs/study/20_report.ipynb #1e2e7efd
 def card_html(
-    value,            # anything JSON can hold
+    value,  # anything JSON can hold
     folded: int = 8,  # tables with more rows than this are folded
 ) -> str:
     "A JSON value as HTML: dictionaries become tables, lists are joined, everything is escaped."
     if isinstance(value, dict):
         table = table_html(value, folded)
-        return f"<details><summary>{len(value)} entries</summary>{table}</details>" if len(value) > folded else table
+        return (
+            f"<details><summary>{len(value)} entries</summary>{table}</details>"
+            if len(value) > folded
+            else table
+        )
     if isinstance(value, (list, tuple)):
         text = ", ".join(map(str, value))
-        return html.escape(text) if len(text) < 300 else f"<details><summary>{len(value)} entries</summary>{html.escape(text)}</details>"
+        return (
+            html.escape(text)
+            if len(text) < 300
+            else f"<details><summary>{len(value)} entries</summary>{html.escape(text)}</details>"
+        )
     if isinstance(value, float):
         return f"{value:.6g}"
     return "–" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
@@ -616,21 +909,38 @@ def card_html(
 
 def table_html(values: dict, folded: int = 8) -> str:
     "A dictionary as an open table, a row a key."
-    rows = (f"<tr><th>{html.escape(str(k))}</th><td>{card_html(v, folded)}</td></tr>" for k, v in values.items())
+    rows = (
+        f"<tr><th>{html.escape(str(k))}</th><td>{card_html(v, folded)}</td></tr>"
+        for k, v in values.items()
+    )
     return f"<table>{''.join(rows)}</table>"
 
 # %% ../../nbs/study/20_report.ipynb #9577f9f4
 def _figures(report):
     "name → figure with its caption, of those that the report has data for."
     wanted = {
-        "early": (plot_early_stage, "Held-out retrieval while Stage II runs, with (anchor) and without (baseline) Stage I before it."),
-        "losses": (plot_losses, "Training losses. Q2D: documents from query anchors; D2Q: queries from document anchors."),
-        "gain": (plot_anchor_gain, "Above: what the right anchor saves over another text's. Below: how alike vectors of different texts are."),
+        "early": (
+            plot_early_stage,
+            "Held-out retrieval while Stage II runs, with (anchor) and "
+            "without (baseline) Stage I before it.",
+        ),
+        "losses": (
+            plot_losses,
+            "Training losses. Q2D: documents from query anchors; D2Q: queries "
+            "from document anchors.",
+        ),
+        "gain": (
+            plot_anchor_gain,
+            "Above: what the right anchor saves over another text's. Below: "
+            "how alike vectors of different texts are.",
+        ),
     }
     parts = {}
     for name, (plot, caption) in wanted.items():
         with contextlib.suppress(InputError):
-            parts[name] = f"<figure>{inline_svg(plot(report), name, caption)}<figcaption>{caption}</figcaption></figure>"
+            parts[name] = (
+                f"<figure>{inline_svg(plot(report), name, caption)}<figcaption>{caption}</figcaption></figure>"
+            )
     return parts
 
 
@@ -653,24 +963,46 @@ def page_html(
     first, *others = map(html.escape, findings(report))
     verdict, _, rest = first.partition(": ")
     title = html.escape(f"Anchor Embedding: {report.get('name', 'report')}")
-    when = html.escape(" · ".join(f"{word}{report[key]}" for key, word in (("created", ""), ("version", "version ")) if report.get(key)))
-    figures, searches = _figures(report), searches_html(report)
-    side = lambda *parts: f'<div class="figures">{"".join(parts)}</div>'
+    when = html.escape(
+        " · ".join(
+            f"{word}{report[key]}"
+            for key, word in (("created", ""), ("version", "version "))
+            if report.get(key)
+        )
+    )
+    figures = _figures(report)
+    searches = searches_html(report)
+
+    def side(*parts):
+        return f'<div class="figures">{"".join(parts)}</div>'
+
     sections = [
-        f'<h1>{title}</h1><p class="soft">{when}</p><p class="headline"><strong>{verdict}:</strong> {rest}</p>',
+        f'<h1>{title}</h1><p class="soft">{when}</p><p '
+        f'class="headline"><strong>{verdict}:</strong> {rest}</p>',
         side(figures.pop("early"), results_html(report)),
-        "<h2>What the figures say</h2><ul>" + "".join(f"<li>{line}</li>" for line in others) + "</ul>" if others else "",
+        "<h2>What the figures say</h2><ul>"
+        + "".join(f"<li>{line}</li>" for line in others)
+        + "</ul>"
+        if others
+        else "",
         f"<h2>Training</h2>{side(*figures.values())}" if figures else "",
         f"<h2>Example searches</h2>{searches}" if searches else "",
         f"<h2>What ran</h2>{_ran(report)}",
     ]
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n" + "\n".join(filter(None, sections)) + "\n</main></body></html>\n")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{CSS}</style></head>\n<body><main>\n"
+        + "\n".join(filter(None, sections))
+        + "\n</main></body></html>\n"
+    )
 
 
 def html_report(
     report: dict,  # see `read_report`
-    path,          # the file to write
+    path,  # the file to write
 ) -> None:
-    "Write the page as one self-contained file, aside and renamed; InputError when it cannot be written."
+    """Write the page as one self-contained file, aside and renamed; InputError when it cannot be
+    written.
+    """
     write_text(path, page_html(report))

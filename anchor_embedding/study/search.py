@@ -35,8 +35,14 @@ def hits_html(
     found: Sequence[tuple[int, float]],  # of `nearest`
 ) -> str:
     "The texts that were found, with their cosines."
-    cut = lambda text: text if len(text) <= SHOWN else text[:SHOWN].rstrip() + " …"
-    rows = (f'<li style="margin:.3em 0"><b>{score:.3f}</b> {html.escape(cut(texts[i]))}</li>' for i, score in found)
+
+    def cut(text):
+        return text if len(text) <= SHOWN else text[:SHOWN].rstrip() + " …"
+
+    rows = (
+        f'<li style="margin:.3em 0"><b>{score:.3f}</b> {html.escape(cut(texts[i]))}</li>'
+        for i, score in found
+    )
     return f'<ol role="status" style="overflow-wrap:anywhere;line-height:1.4">{"".join(rows)}</ol>'
 
 
@@ -46,11 +52,16 @@ def search_box(
     top: int = 5,
     instruction: str | None = None,  # of the queries, as in training
 ):  # a widget: the box, and below it what was found
-    "Encode the texts once, and search them with each query that is entered. Raises `InputError` without a list of texts or ipywidgets."
+    """Encode the texts once, and search them with each query that is entered. Raises `InputError`
+    without a list of texts or ipywidgets.
+    """
     try:
         import ipywidgets
     except ImportError:
-        raise InputError("search_box needs ipywidgets; run: pip install ipywidgets, then load the notebook's page again") from None
+        raise InputError(
+            "search_box needs ipywidgets; run: pip install ipywidgets, then load the "
+            "notebook's page again"
+        ) from None
     if isinstance(texts, str):
         raise InputError("expected a list of texts, but this is one string: put it into a list")
     texts = list(texts)
@@ -63,7 +74,9 @@ def search_box(
 
     def answer(change):
         query = change["new"].strip()
-        shown.value = hits_html(texts, nearest(embedder, vectors, query, top, instruction)) if query else hint
+        shown.value = (
+            hits_html(texts, nearest(embedder, vectors, query, top, instruction)) if query else hint
+        )
 
     box.observe(answer, names="value")
     return ipywidgets.VBox([box, shown])

@@ -35,7 +35,12 @@ from ..embed.embedder import Embedder, read_tokenizer
 from ..embed.export import find_cards
 from ..evaluate.benchmark import table_markdown
 from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
-from ..evaluate.significance import ALTERNATIVES, Difference, compare_with, paired_bootstrap
+from anchor_embedding.evaluate.significance import (
+    ALTERNATIVES,
+    Difference,
+    compare_with,
+    paired_bootstrap,
+)
 from ..model.base import resolve_base
 from ..objectives.refinement import time_steps
 from anchor_embedding.study.pipeline import (
@@ -63,7 +68,14 @@ from anchor_embedding.study.report import (
 )
 from ..train.loop import device_name, instructions_record, train
 from ..train.plan import find_shape, measured_lengths, plan
-from ..train.recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, load_recipe, override
+from anchor_embedding.train.recipe import (
+    EvaluationPlan,
+    Pipeline,
+    Recipe,
+    RunSettings,
+    load_recipe,
+    override,
+)
 from ..train.runs import read_log, source_commit
 
 # %% ../../nbs/study/60_tournament.ipynb #d931d4de
@@ -72,33 +84,54 @@ def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → p
     if isinstance(recipe, Recipe):
         name = re.sub(r"[^\w-]", "_", recipe.name.rpartition("/")[2])
         return {name: Pipeline(name=name, stages={name: recipe}, arms={name: (name,)})}
-    stages = {arm: {stage: recipe.stages[stage] for stage in names} for arm, names in recipe.arms.items()}
-    return {arm: Pipeline(name=arm, stages=stages[arm], arms={arm: names}) for arm, names in recipe.arms.items()}
+    stages = {
+        arm: {stage: recipe.stages[stage] for stage in names} for arm, names in recipe.arms.items()
+    }
+    return {
+        arm: Pipeline(name=arm, stages=stages[arm], arms={arm: names})
+        for arm, names in recipe.arms.items()
+    }
 
 
-NO_DIFFERENCE = set(RunSettings.model_fields) - {"dtype"} | {"anchor_gain_every"}  # to what is learned
+# to what is learned
+NO_DIFFERENCE = set(RunSettings.model_fields) - {"dtype"} | {"anchor_gain_every"}
 
 
 def same_stages(one: Pipeline, other: Pipeline) -> bool:
     "Whether two contestants learn the same, whatever their stages are called."
     arms = [entrant.arm(entrant.name) for entrant in (one, other)]
-    differ = lambda a, b: any(key not in NO_DIFFERENCE for key in a.differences(b))
-    return len(arms[0]) == len(arms[1]) and not any(differ(a, b) for a, b in zip(*arms, strict=True))
+
+    def differ(a, b):
+        return any(key not in NO_DIFFERENCE for key in a.differences(b))
+
+    return len(arms[0]) == len(arms[1]) and not any(
+        differ(a, b) for a, b in zip(*arms, strict=True)
+    )
 
 
 def contestants(
     recipes: Iterable[Recipe | Pipeline | str],  # recipes, or names of shipped ones, or TOML files
-    overrides: Iterable[str] | Mapping = (),     # of each of them, see `parse_overrides`
+    overrides: Iterable[str] | Mapping = (),  # of each of them, see `parse_overrides`
 ) -> dict[str, Pipeline]:  # name → pipeline of one arm
-    "Everyone who takes part; InputError for an unknown recipe, a name that two have, or recipes that are not on equal footing."
+    """Everyone who takes part; InputError for an unknown recipe, a name that two have, or recipes
+    that are not on equal footing.
+    """
     found = {}
     for given in recipes:
-        recipe = override(given if isinstance(given, Recipe | Pipeline) else load_recipe(given), overrides)
+        recipe = override(
+            given if isinstance(given, Recipe | Pipeline) else load_recipe(given), overrides
+        )
         for name, entrant in entrants_of(recipe).items():
             if not same_stages(found.setdefault(name, entrant), entrant):
-                raise InputError(f"two different contestants are called `{name}`; rename one of them in its TOML file")
+                raise InputError(
+                    f"two different contestants are called `{name}`; rename one of "
+                    "them in its TOML file"
+                )
             if name in ("base", "bm25", "runs") or re.fullmatch(r"seed-\d+", name):
-                raise InputError(f"a contestant cannot be called `{name}`, which stands for something else; rename it in its TOML file")
+                raise InputError(
+                    f"a contestant cannot be called `{name}`, which stands for "
+                    "something else; rename it in its TOML file"
+                )
     if not found:
         raise InputError("no contestants: name at least one recipe")
     check_equal_footing(found)
@@ -110,12 +143,20 @@ EQUAL = ("base", "data", "sampling", "on_bad_row", "batch_size", "seed", "max_le
 
 def check_equal_footing(entrants: Mapping[str, Pipeline]) -> None:
     "Raise `InputError` where two stages, of any contestants, differ in a setting of `EQUAL`."
-    stages = [(f"{name}/{stage}", recipe) for name, entrant in entrants.items() for stage, recipe in entrant.stages.items()]
+    stages = [
+        (f"{name}/{stage}", recipe)
+        for name, entrant in entrants.items()
+        for stage, recipe in entrant.stages.items()
+    ]
     for (first, one), (second, other) in itertools.pairwise(stages):
         for key in EQUAL:
-            a, b = getattr(one, key), getattr(other, key)
+            a = getattr(one, key)
+            b = getattr(other, key)
             if a != b:
-                raise InputError(f"`{key}` differs: {a!r} in {first}, {b!r} in {second}; it must be the same for all: override it (--set {key}=…)")
+                raise InputError(
+                    f"`{key}` differs: {a!r} in {first}, {b!r} in {second}; it must "
+                    f"be the same for all: override it (--set {key}=…)"
+                )
 
 # %% ../../nbs/study/60_tournament.ipynb #ef47da72
 BUDGETS = ("steps", "flops", "seconds")
@@ -124,28 +165,42 @@ BUDGETS = ("steps", "flops", "seconds")
 def stretched(recipe: Recipe, steps: int) -> Recipe:
     "A recipe of another length; the learning rate goes the same course."
     warmup = round(recipe.warmup_steps * steps / recipe.steps)
-    horizon = max(steps, round(recipe.schedule_steps * steps / recipe.steps)) if recipe.schedule_steps else 0
-    return recipe.replace(steps=steps, warmup_steps=min(warmup, (horizon or steps) - 1), schedule_steps=horizon)
+    horizon = (
+        max(steps, round(recipe.schedule_steps * steps / recipe.steps))
+        if recipe.schedule_steps
+        else 0
+    )
+    return recipe.replace(
+        steps=steps, warmup_steps=min(warmup, (horizon or steps) - 1), schedule_steps=horizon
+    )
 
 
 def spend(
     entrant: Pipeline,
     costs: Mapping[str, float],  # stage → what a step takes
     amount: float,  # of the budget
-    every: float,   # of the budget, between two evaluations
+    every: float,  # of the budget, between two evaluations
 ) -> Pipeline:
-    "A contestant with as many steps as its budget pays for; InputError when that is not one step of every stage."
-    (name, names), left, steps = next(iter(entrant.arms.items())), amount, {}
+    """A contestant with as many steps as its budget pays for; InputError when that is not one step
+    of every stage.
+    """
+    name, names = next(iter(entrant.arms.items()))
+    left = amount
+    steps = {}
     whole = sum(costs[stage] * entrant.stages[stage].steps for stage in names)
     for stage in names:
         wanted = amount * costs[stage] * entrant.stages[stage].steps / whole
         share = left if stage == names[-1] else max(1, round(wanted / every)) * every
         steps[stage] = int(share / costs[stage] * (1 + 1e-9))
         if steps[stage] < 1:
-            rest = f"leaves {max(0, share):.3g} for `{stage}`, where a step takes {costs[stage]:.3g}"
+            rest = (
+                f"leaves {max(0, share):.3g} for `{stage}`, where a step takes {costs[stage]:.3g}"
+            )
             raise InputError(f"{name}: the budget of {amount:g} {rest}; raise it, or lower `every`")
         left -= steps[stage] * costs[stage]
-    points = EvaluationPlan(pairs=entrant.evaluation.pairs, every=max(1, round(every / costs[names[-1]])))
+    points = EvaluationPlan(
+        pairs=entrant.evaluation.pairs, every=max(1, round(every / costs[names[-1]]))
+    )
     stages = {stage: stretched(recipe, steps[stage]) for stage, recipe in entrant.stages.items()}
     return Pipeline(name=entrant.name, stages=stages, arms=entrant.arms, evaluation=points)
 
@@ -153,17 +208,28 @@ def spend(
 def flops_per_step(entrant: Pipeline, base: str, lengths: Mapping[str, float]) -> dict[str, float]:
     "Operations of a step of every stage, see `plan`."
     shape = find_shape(base)[0]
-    return {stage: sum(plan(recipe, mean_lengths=lengths, shape=shape).flops.values()) for stage, recipe in entrant.stages.items()}
+    return {
+        stage: sum(plan(recipe, mean_lengths=lengths, shape=shape).flops.values())
+        for stage, recipe in entrant.stages.items()
+    }
 
 
-def seconds_per_step(entrant: Pipeline, base: str, pairs: SplitPairs, steps: int = 4) -> dict[str, float]:
+def seconds_per_step(
+    entrant: Pipeline, base: str, pairs: SplitPairs, steps: int = 4
+) -> dict[str, float]:
     "Median seconds of a step of every stage, the first step left out."
     found = {}
     for stage, recipe in entrant.stages.items():
-        rehearsal = stretched(recipe, steps).replace(base=base, eval_every=0, checkpoint_every=0, tracker="none")
+        rehearsal = stretched(recipe, steps).replace(
+            base=base, eval_every=0, checkpoint_every=0, tracker="none"
+        )
         with tempfile.TemporaryDirectory() as folder:
-            train(rehearsal, Path(folder) / "run", pairs.train, progress=False, say=lambda text: None)
-            found[stage] = float(read_metrics(Path(folder) / "run" / "metrics.jsonl")["seconds"][1:].median())
+            train(
+                rehearsal, Path(folder) / "run", pairs.train, progress=False, say=lambda text: None
+            )
+            found[stage] = float(
+                read_metrics(Path(folder) / "run" / "metrics.jsonl")["seconds"][1:].median()
+            )
     return found
 
 # %% ../../nbs/study/60_tournament.ipynb #5939ff5b
@@ -174,25 +240,41 @@ def enter(
     asked: dict,  # of all contestants: budget, amount, every, digits of the pairs
     costs: Callable[[Pipeline], dict[str, float]],  # of a step, stage by stage
 ) -> tuple[Pipeline, dict]:  # with its steps; what `runs/NAME.json` is to hold
-    "A contestant that is ready to begin, with the steps it had where it has begun; InputError when it had begun otherwise."
-    kept, asked = out / "runs" / f"{name}.json", asked | {"recipe": entrant.to_dict()}
+    """A contestant that is ready to begin, with the steps it had where it has begun; InputError
+    when it had begun otherwise.
+    """
+    kept = out / "runs" / f"{name}.json"
+    asked = asked | {"recipe": entrant.to_dict()}
     asked = json.loads(json.dumps(asked))
     if kept.exists():
         before = json.loads(kept.read_text(encoding="utf-8"))
         changed = [key for key in asked if before["asked"].get(key) != asked[key]]
         if changed:
-            raise InputError(f"{kept}: {name} began with another {' and another '.join(changed)}; choose another --out or remove {out}")
+            raise InputError(
+                f"{kept}: {name} began with another {' and another '.join(changed)}; "
+                f"choose another --out or remove {out}"
+            )
     prices = before["costs"] if kept.exists() else costs(entrant)
-    return spend(entrant, prices, asked["amount"], asked["every"]), {"asked": asked, "costs": prices}
+    return spend(entrant, prices, asked["amount"], asked["every"]), {
+        "asked": asked,
+        "costs": prices,
+    }
 
 
-def check_request(out: Path, budget: str, amount: float, every: float, alternative: str = "two-sided") -> None:
+def check_request(
+    out: Path, budget: str, amount: float, every: float, alternative: str = "two-sided"
+) -> None:
     "Raise `InputError` for a budget that is none, or a folder with something else in it."
     if budget not in BUDGETS:
-        raise InputError(f"budget = {budget!r}: must be one of {', '.join(BUDGETS)}; {closest(budget, BUDGETS)}")
+        raise InputError(
+            f"budget = {budget!r}: must be one of {', '.join(BUDGETS)}; {closest(budget, BUDGETS)}"
+        )
     if not 0 < every <= amount < float("inf") or (budget == "steps" and (amount % 1 or every % 1)):
         whole = " whole" * (budget == "steps")
-        raise InputError(f"amount = {amount:g}, every = {every:g}: two{whole} numbers of {budget} above 0, `every` not above `amount`")
+        raise InputError(
+            f"amount = {amount:g}, every = {every:g}: two{whole} numbers of {budget} "
+            "above 0, `every` not above `amount`"
+        )
     if alternative not in ALTERNATIVES:
         raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
     if out.exists() and not out.is_dir():
@@ -209,7 +291,8 @@ def enter_seeds(
     costs: Callable[[Pipeline], dict[str, float]],
 ) -> dict[int, dict[str, tuple[Pipeline, dict]]]:  # seed → name → as `enter` gives it
     "`enter` for every contestant and seed, before anything is trained."
-    found, prices = {}, {}
+    found = {}
+    prices = {}
 
     def priced(entrant):
         if entrant.name not in prices:
@@ -218,16 +301,23 @@ def enter_seeds(
 
     for seed in seeds:
         place = seed_folder(out, seed, seeds[0])
-        found[seed] = {name: enter(name, of_seed(entrant, seed), place, asked, priced) for name, entrant in entrants.items()}
+        found[seed] = {
+            name: enter(name, of_seed(entrant, seed), place, asked, priced)
+            for name, entrant in entrants.items()
+        }
         prices |= {name: kept["costs"] for name, (_, kept) in found[seed].items()}
     return found
 
 
-def play(entered: Mapping, out: Path, base: str, pairs: SplitPairs, judge: Callable, progress, say) -> dict[str, dict[str, Path]]:
+def play(
+    entered: Mapping, out: Path, base: str, pairs: SplitPairs, judge: Callable, progress, say
+) -> dict[str, dict[str, Path]]:
     "Train and judge every contestant with one seed: name → stage → run folder."
     folders = {}
     for name, (entrant, kept) in entered.items():
-        stages = ", ".join(f"{recipe.steps} steps of {stage}" for stage, recipe in entrant.stages.items())
+        stages = ", ".join(
+            f"{recipe.steps} steps of {stage}" for stage, recipe in entrant.stages.items()
+        )
         say(f"{name}: {stages}, seed {next(iter(entrant.stages.values())).seed}")
         write_text(out / "runs" / f"{name}.json", json.dumps(kept, indent=1) + "\n")
         folders[name] = run_arm(entrant, name, out, base, pairs, judge, progress, say)
@@ -235,15 +325,27 @@ def play(entered: Mapping, out: Path, base: str, pairs: SplitPairs, judge: Calla
 
 # %% ../../nbs/study/60_tournament.ipynb #027b4f95
 class Judge:
-    "What `train` calls at every evaluation: a line of held-out retrieval with its ranks, and one for each task."
+    """What `train` calls at every evaluation: a line of held-out retrieval with its ranks, and one
+    for each task.
+    """
 
-    def __init__(self, pairs: Sequence[Example], tasks: Callable[[Embedder], list[dict]] | None, say: Callable[[str], None], clusters=()):
-        self.heldout = HeldoutRetrieval([pair.query for pair in pairs], [pair.positive for pair in pairs], clusters)
-        self.tasks, self.say = tasks, say
+    def __init__(
+        self,
+        pairs: Sequence[Example],
+        tasks: Callable[[Embedder], list[dict]] | None,
+        say: Callable[[str], None],
+        clusters=(),
+    ):
+        self.heldout = HeldoutRetrieval(
+            [pair.query for pair in pairs], [pair.positive for pair in pairs], clusters
+        )
+        self.tasks = tasks
+        self.say = say
 
     def __call__(self, embedder: Embedder) -> list[dict]:
         "The lines of one evaluation."
-        queries, documents = embedder.encode(self.heldout.queries), embedder.encode(self.heldout.documents)
+        queries = embedder.encode(self.heldout.queries)
+        documents = embedder.encode(self.heldout.documents)
         ranks = self.heldout.ranks(queries, documents)
         figures = rank_metrics(ranks) | {"mean_cosine": mean_cosine(documents), "ranks": ranks}
         self.say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}")
@@ -251,8 +353,11 @@ class Judge:
 
 
 def scores_of(lines: Iterable[dict]) -> dict:
-    "The lines of one evaluation as one row: figures of held-out retrieval, and `tasks`: name → score."
-    row, tasks = {}, {}
+    """The lines of one evaluation as one row: figures of held-out retrieval, and `tasks`: name →
+    score.
+    """
+    row = {}
+    tasks = {}
     for line in lines:
         if "task" in line:
             tasks[line["task"]] = line["score"]
@@ -261,58 +366,117 @@ def scores_of(lines: Iterable[dict]) -> dict:
     return row | ({"tasks": tasks} if tasks else {})
 
 
-def course(entrant: Pipeline, folders: Mapping[str, Path], flops: Mapping[str, float]) -> tuple[list[dict], dict]:
-    "Rows of all evaluations with the steps, operations and seconds spent until then, and the totals."
-    rows, spent = [], np.zeros(3)
+def course(
+    entrant: Pipeline, folders: Mapping[str, Path], flops: Mapping[str, float]
+) -> tuple[list[dict], dict]:
+    """Rows of all evaluations with the steps, operations and seconds spent until then, and the
+    totals.
+    """
+    rows = []
+    spent = np.zeros(3)
     for stage, folder in folders.items():
         each = read_metrics(folder / "metrics.jsonl")["seconds"]
-        course = spent + np.stack([np.arange(len(each) + 1), np.arange(len(each) + 1) * flops[stage], [0, *each.cumsum()]], axis=1)
-        for step, lines in itertools.groupby(read_log(folder / "evals.jsonl"), key=lambda line: line["step"]):
+        course = spent + np.stack(
+            [
+                np.arange(len(each) + 1),
+                np.arange(len(each) + 1) * flops[stage],
+                [0, *each.cumsum()],
+            ],
+            axis=1,
+        )
+        for step, lines in itertools.groupby(
+            read_log(folder / "evals.jsonl"), key=lambda line: line["step"]
+        ):
             steps, operations, seconds = course[step].tolist()
-            rows.append({"step": int(steps), "flops": operations, "seconds": round(seconds, 2)} | scores_of(lines))
+            rows.append(
+                {"step": int(steps), "flops": operations, "seconds": round(seconds, 2)}
+                | scores_of(lines)
+            )
         spent = course[-1]
     steps = {stage: recipe.steps for stage, recipe in entrant.stages.items()}
-    return rows, {"stages": steps, "flops_per_step": dict(flops), "flops": float(spent[1]), "seconds": round(float(spent[2]), 2)}
+    return rows, {
+        "stages": steps,
+        "flops_per_step": dict(flops),
+        "flops": float(spent[1]),
+        "seconds": round(float(spent[2]), 2),
+    }
 
 # %% ../../nbs/study/60_tournament.ipynb #f1d49ed1
 def tournament(
     recipes: Sequence[Recipe | Pipeline | str],  # the first one is what the others are held against
-    out: str | Path,             # folder for runs, models, table and plot
-    budget: str = "steps",       # "steps", "flops" or "seconds"
-    amount: float = 40,          # of the budget, for each contestant
+    out: str | Path,  # folder for runs, models, table and plot
+    budget: str = "steps",  # "steps", "flops" or "seconds"
+    amount: float = 40,  # of the budget, for each contestant
     every: float | None = None,  # of the budget, between evaluations; None = an eighth
     overrides: Iterable[str] | Mapping = (),  # of every recipe
     pairs: SplitPairs | None = None,  # to train on and to be judged by; None: of the recipes' data
-    heldout: int = 400,          # pairs to be judged by, where `pairs` is not given
+    heldout: int = 400,  # pairs to be judged by, where `pairs` is not given
     tasks: Callable[[Embedder], list[dict]] | None = None,  # a `TaskEvaluator`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
-    seeds: int = 1,              # runs of every contestant; those of one seed are a pair
-    part: str = "test",          # held-out pairs that judge: "test" shows, "development" chooses settings
-    alternative: str = "two-sided",  # to the first contestant; "greater" or "less" only where it was fixed beforehand
+    seeds: int = 1,  # runs of every contestant; those of one seed are a pair
+    # held-out pairs that judge: "test" shows, "development" chooses settings
+    part: str = "test",
+    # to the first contestant; "greater" or "less" only where it was fixed beforehand
+    alternative: str = "two-sided",
 ) -> dict:  # the report, as in tournament.json
-    "Train and judge every contestant within the same budget; what is finished is not done again. Raises `InputError`, and `Stopped` like `train`."
-    out, entrants = Path(out), contestants(recipes, overrides)
+    """Train and judge every contestant within the same budget; what is finished is not done again.
+    Raises `InputError`, and `Stopped` like `train`.
+    """
+    out = Path(out)
+    entrants = contestants(recipes, overrides)
     every = every or max(amount / 8 if budget != "steps" else amount // 8, budget == "steps")
     check_request(out, budget, amount, every, alternative)
     first = first_stage(entrants)
     numbers = seed_numbers(first.seed, seeds)
     base = resolve_base(first.base, say)
     pairs = (pairs or split_pairs(first.data, heldout, first.seed, first.on_bad_row)).part(part)
-    asked = {"budget": budget, "amount": amount, "every": every, "pairs": fingerprint(pairs.train), "heldout": fingerprint(pairs.heldout)}
+    asked = {
+        "budget": budget,
+        "amount": amount,
+        "every": every,
+        "pairs": fingerprint(pairs.train),
+        "heldout": fingerprint(pairs.heldout),
+    }
     asked |= {"alternative": alternative, "tasks": list(getattr(tasks, "tasks", ()))}
     asked |= {"lengths": measured_lengths(pairs.train, read_tokenizer(base.path))}
-    flops = {name: flops_per_step(entrant, base.path, asked["lengths"]) for name, entrant in entrants.items()}
+    flops = {
+        name: flops_per_step(entrant, base.path, asked["lengths"])
+        for name, entrant in entrants.items()
+    }
     ways = {"steps": lambda e: dict.fromkeys(e.stages, 1.0), "flops": lambda e: flops[e.name]}
     ways["seconds"] = lambda e: seconds_per_step(e, base.path, pairs)
     entered = enter_seeds(entrants, out, numbers, asked, ways[budget])
     judge = Judge(pairs.heldout, tasks, say, pairs.clusters)
-    folders = {seed: play(entered[seed], seed_folder(out, seed, first.seed), base.path, pairs, judge, progress, say) for seed in numbers}
+    folders = {
+        seed: play(
+            entered[seed],
+            seed_folder(out, seed, first.seed),
+            base.path,
+            pairs,
+            judge,
+            progress,
+            say,
+        )
+        for seed in numbers
+    }
     entrants = {name: ready for name, (ready, _) in entered[first.seed].items()}
-    report = {"name": "tournament", "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "seeds": numbers, **asked}
+    report = {
+        "name": "tournament",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "version": __version__,
+        "seeds": numbers,
+        **asked,
+    }
     report |= judged(entrants, folders, flops, base.path, judge, alternative)
-    report["card"] = report_card(next(iter(entrants.values())), pairs, folders[first.seed], base.source)
-    report["card"]["recipes"] = {f"{name}/{stage}": recipe.to_dict() for name, e in entrants.items() for stage, recipe in e.stages.items()}
+    report["card"] = report_card(
+        next(iter(entrants.values())), pairs, folders[first.seed], base.source
+    )
+    report["card"]["recipes"] = {
+        f"{name}/{stage}": recipe.to_dict()
+        for name, e in entrants.items()
+        for stage, recipe in e.stages.items()
+    }
     return publish(report, out, say)
 
 # %% ../../nbs/study/60_tournament.ipynb #2fbb73ef
@@ -329,22 +493,44 @@ def judged(
     judge: Judge,
     alternative: str = "two-sided",
 ) -> dict:
-    "The part of a report that is measured: mean curves, totals, the untouched model, BM25, ranks and differences."
+    """The part of a report that is measured: mean curves, totals, the untouched model, BM25, ranks
+    and differences.
+    """
     first = first_stage(entrants)
-    courses = {seed: {name: course(e, each[name], flops[name]) for name, e in entrants.items()} for seed, each in folders.items()}
-    settings = {"template": first.template, "max_length": first.max_length, "pooling": first.pooling, "dtype": first.dtype}
-    settings["instructions"] = instructions_record(first.instructions)  # asked as the contestants are
+    courses = {
+        seed: {name: course(e, each[name], flops[name]) for name, e in entrants.items()}
+        for seed, each in folders.items()
+    }
+    settings = {
+        "template": first.template,
+        "max_length": first.max_length,
+        "pooling": first.pooling,
+        "dtype": first.dtype,
+    }
+    # asked as the contestants are
+    settings["instructions"] = instructions_record(first.instructions)
     untouched = scores_of(judge(Embedder.from_pretrained(base, **settings)))
-    bare = lambda row: {key: value for key, value in row.items() if key != "ranks"}
-    by_seed = {str(seed): {name: [bare(row) for row in rows] for name, (rows, _) in each.items()} for seed, each in courses.items()}
-    ranks = {name: {str(seed): each[name][0][-1]["ranks"] for seed, each in courses.items()} for name in entrants}
+
+    def bare(row):
+        return {key: value for key, value in row.items() if key != "ranks"}
+
+    by_seed = {
+        str(seed): {name: [bare(row) for row in rows] for name, (rows, _) in each.items()}
+        for seed, each in courses.items()
+    }
+    ranks = {
+        name: {str(seed): each[name][0][-1]["ranks"] for seed, each in courses.items()}
+        for name in entrants
+    }
     if len(courses) == 1:
         ranks = {name: next(iter(each.values())) for name, each in ranks.items()}
     ranks |= {"base": untouched["ranks"], "bm25": judge.heldout.bm25_ranks()}
     return {
         "arms": mean_of([*by_seed.values()]),
         **({"by_seed": by_seed} if len(courses) > 1 else {}),
-        "spent": mean_of([{name: totals for name, (_, totals) in each.items()} for each in courses.values()]),
+        "spent": mean_of(
+            [{name: totals for name, (_, totals) in each.items()} for each in courses.values()]
+        ),
         "base": bare(untouched),
         "bm25": judge.heldout.bm25(),
         "ranks": ranks,
@@ -359,27 +545,39 @@ REFERENCES = ("base", "bm25")
 def differences(
     ranks: Mapping,  # name → (n,) rank of every held-out query's document, or seed → those
     clusters: Sequence | None = None,  # (n,) package or document of every query
-    alternative: str = "two-sided",    # to the first contestant; all others are two-sided
+    alternative: str = "two-sided",  # to the first contestant; all others are two-sided
 ) -> list[dict]:
-    "For every two, the later one less the earlier in nDCG@10, as a `Difference`, with its verdict in words."
+    """For every two, the later one less the earlier in nDCG@10, as a `Difference`, with its verdict
+    in words.
+    """
     figures = {name: seed_figures({"ranks": ranks}, name) for name in ranks}
-    arms, found = [name for name in figures if name not in REFERENCES], {}
+    arms = [name for name in figures if name not in REFERENCES]
+    found = {}
     for place, second in enumerate(arms):
         later = {name: figures[name] for name in arms[place + 1 :]}
-        compared = compare_with(later, figures[second], clusters, "two-sided" if place else alternative)
+        compared = compare_with(
+            later, figures[second], clusters, "two-sided" if place else alternative
+        )
         found |= {(name, second): one for name, one in compared.items()}
     for reference in figures.keys() - set(arms):
         compared = compare_with({arm: -figures[arm] for arm in arms}, -figures[reference], clusters)
         found |= {(reference, arm): one for arm, one in compared.items()}
     if all(name in figures for name in REFERENCES):
         found["bm25", "base"] = paired_bootstrap(figures["bm25"][0], figures["base"][0])
-    told = lambda b, one: {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
-    return [{"first": b, "second": a, **told(b, found[b, a])} for a, b in itertools.combinations(figures, 2)]
+
+    def told(b, one):
+        return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
+
+    return [
+        {"first": b, "second": a, **told(b, found[b, a])}
+        for a, b in itertools.combinations(figures, 2)
+    ]
 
 # %% ../../nbs/study/60_tournament.ipynb #975dc308
 def against_first(report: dict) -> dict[str, Difference]:
     "What every contestant, BM25 and the untouched model have over the first contestant."
-    first, keys = next(iter(report["arms"])), [field.name for field in fields(Difference)]
+    first = next(iter(report["arms"]))
+    keys = [field.name for field in fields(Difference)]
     rows = {row["first"]: row for row in report["differences"] if row["second"] == first}
     once = {"p": None, "seeds": 1}  # of a record that names no seeds, which is one run of each
     found = {}
@@ -391,13 +589,25 @@ def against_first(report: dict) -> dict[str, Difference]:
 
 
 def standings(report: dict) -> pd.DataFrame:
-    "Untouched model, BM25 and contestants: held-out retrieval, what was spent, and the difference in nDCG@10 from the first contestant."
-    table, first = results_table(report), next(iter(report["arms"]))
+    """Untouched model, BM25 and contestants: held-out retrieval, what was spent, and the difference
+    in nDCG@10 from the first contestant.
+    """
+    table = results_table(report)
+    first = next(iter(report["arms"]))
     names = ["base", "bm25", *report["arms"]]
-    interval = lambda d: f"[{d.low:+.3f}, {d.high:+.3f}] {d.verdict}"
-    shown = lambda d: f"{d.difference:+.3f} " + (f"(one run: ±{d.detectable:.3f})" if d.p is None else interval(d))
+
+    def interval(d):
+        return f"[{d.low:+.3f}, {d.high:+.3f}] {d.verdict}"
+
+    def shown(d):
+        return f"{d.difference:+.3f} " + (
+            f"(one run: ±{d.detectable:.3f})" if d.p is None else interval(d)
+        )
+
     cells = {
-        "steps": {name: str(sum(spent["stages"].values())) for name, spent in report["spent"].items()},
+        "steps": {
+            name: str(sum(spent["stages"].values())) for name, spent in report["spent"].items()
+        },
         "FLOPs": {name: f"{spent['flops']:.3g}" for name, spent in report["spent"].items()},
         "seconds": {name: f"{spent['seconds']:.0f}" for name, spent in report["spent"].items()},
         f"against {first}": {name: shown(d) for name, d in against_first(report).items()},
@@ -412,18 +622,32 @@ def verdict_lines(report: dict) -> list[str]:
     "A sentence on every contestant against the first one."
     first = next(iter(report["arms"]))
     found = {name: one for name, one in against_first(report).items() if name in report["arms"]}
-    return [f"{name} against {first}: {one.difference:+.3f}, {one.words(name)} ({one.sure()})" for name, one in found.items()]
+    return [
+        f"{name} against {first}: {one.difference:+.3f}, {one.words(name)} ({one.sure()})"
+        for name, one in found.items()
+    ]
 
 # %% ../../nbs/study/60_tournament.ipynb #2b670f46
-HUES = [*SPARE_COLOURS, "#009E73", "#CC79A7", "#E69F00"]  # of contestants without a colour of their own
+# of contestants without a colour of their own
+HUES = [*SPARE_COLOURS, "#009E73", "#CC79A7", "#E69F00"]
 
 
 def _looks(names: Sequence[str]) -> dict[str, dict]:
-    "Colour, marker and dashes of every contestant; no two have the same of all three (below 84 of them)."
+    """Colour, marker and dashes of every contestant; no two have the same of all three (below 84 of
+    them).
+    """
     others = [name for name in names if name not in ("baseline", "anchor")]
-    hue = lambda name: COLOURS[name] if name not in others else HUES[others.index(name) % len(HUES)]
-    dashes = lambda name: ("-", "--")[others.index(name) // len(HUES) % 2] if name in others else "-"
-    return {name: {"color": hue(name), "marker": "os^vDP"[i % 6], "linestyle": dashes(name)} for i, name in enumerate(names)}
+
+    def hue(name):
+        return COLOURS[name] if name not in others else HUES[others.index(name) % len(HUES)]
+
+    def dashes(name):
+        return ("-", "--")[others.index(name) // len(HUES) % 2] if name in others else "-"
+
+    return {
+        name: {"color": hue(name), "marker": "os^vDP"[i % 6], "linestyle": dashes(name)}
+        for i, name in enumerate(names)
+    }
 
 
 def _draw(axes, report: dict, key: str) -> None:
@@ -434,7 +658,9 @@ def _draw(axes, report: dict, key: str) -> None:
         axes.plot([row[key] for row in rows], [row["ndcg_at_10"] for row in rows], **look)
         labels.append((rows[-1]["ndcg_at_10"], name, look["color"], True))
     for name, dashes, word in (("bm25", "--", "BM25"), ("base", ":", "untouched")):
-        axes.axhline(report[name]["ndcg_at_10"], color=COLOURS[name], linestyle=dashes, linewidth=1.4)
+        axes.axhline(
+            report[name]["ndcg_at_10"], color=COLOURS[name], linestyle=dashes, linewidth=1.4
+        )
         labels.append((report[name]["ndcg_at_10"], word, INK, False))
     axes.set_ylim(0, min(1.0, 1.12 * max(y for line in axes.lines for y in line.get_ydata())) or 1)
     axes.set_xlim(left=0)
@@ -442,10 +668,14 @@ def _draw(axes, report: dict, key: str) -> None:
 
 
 def plot_tournament(report: dict) -> Figure:
-    "nDCG@10 of the held-out queries against steps and against FLOPs, all stages counted from the first."
+    """nDCG@10 of the held-out queries against steps and against FLOPs, all stages counted from the
+    first.
+    """
     with style():
         figure, panels = new_figure(2, height=max(2.6, 0.24 * (2 + len(report["arms"]))))
-        for axes, key, words in zip(panels, ("step", "flops"), ("steps of all stages", "FLOPs, as planned"), strict=True):
+        for axes, key, words in zip(
+            panels, ("step", "flops"), ("steps of all stages", "FLOPs, as planned"), strict=True
+        ):
             _draw(axes, report, key)
             axes.set(ylabel=f"{METRICS['ndcg_at_10']} (held-out)", xlabel=words)
     return figure
@@ -453,9 +683,13 @@ def plot_tournament(report: dict) -> Figure:
 # %% ../../nbs/study/60_tournament.ipynb #63f6af0c
 def publish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     "Write tournament.json, tournament.md and tournament.svg; the report itself."
-    table, verdicts = standings(report), verdict_lines(report)
+    table = standings(report)
+    verdicts = verdict_lines(report)
     write_text(out / "tournament.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    write_text(out / "tournament.md", table_markdown(table) + "".join(f"\n- {line}" for line in verdicts) + "\n")
+    write_text(
+        out / "tournament.md",
+        table_markdown(table) + "".join(f"\n- {line}" for line in verdicts) + "\n",
+    )
     with atomic_file(out / "tournament.svg") as aside:
         plot_tournament(report).savefig(aside, format="svg")
     say("\n".join([table.round(3).to_string(), *verdicts]))
@@ -472,16 +706,48 @@ def sweep_record(
     timed: int = 64,  # documents to take the time on; 0 = none
 ) -> dict:
     "What a sweep over the number of soft tokens found, and where."
-    lengths = {"query": [pair.query for pair in pairs.heldout], "document": [pair.positive for pair in pairs.heldout]}
-    lengths = {kind: float(np.mean([len(text) for text in embedder.tokenizer(texts)])) for kind, texts in lengths.items()}
-    about = {"created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "commit": source_commit(), "note": note}
-    about |= {"device": device_name(embedder.decoder.device), "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype)}
-    about |= {"data": pairs.source["data"], "heldout": len(pairs.heldout), "fingerprint": fingerprint(pairs.heldout), "tokens": lengths}
-    runs = [{key: card.get(key) for key in ("commit", "device", "pairs", "fingerprint", "seconds")} | _run(card) for card in find_cards(Path(model))]
+    lengths = {
+        "query": [pair.query for pair in pairs.heldout],
+        "document": [pair.positive for pair in pairs.heldout],
+    }
+    lengths = {
+        kind: float(np.mean([len(text) for text in embedder.tokenizer(texts)]))
+        for kind, texts in lengths.items()
+    }
+    about = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "version": __version__,
+        "commit": source_commit(),
+        "note": note,
+    }
+    about |= {
+        "device": device_name(embedder.decoder.device),
+        "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype),
+    }
+    about |= {
+        "data": pairs.source["data"],
+        "heldout": len(pairs.heldout),
+        "fingerprint": fingerprint(pairs.heldout),
+        "tokens": lengths,
+    }
+    runs = [
+        {key: card.get(key) for key in ("commit", "device", "pairs", "fingerprint", "seconds")}
+        | _run(card)
+        for card in find_cards(Path(model))
+    ]
     timed = [pair.positive for pair in pairs.heldout[:timed]]
     most = rows[-1]["steps"]
-    seconds = time_steps(embedder, timed, sorted({k for k in (0, 1, 2, 5, 10, 20) if k <= most} | {most})) if timed else {}
-    kept = {"runs": runs, "soft_tokens": asdict(embedder.soft_tokens), "timed": len(timed), "seconds": seconds}
+    seconds = (
+        time_steps(embedder, timed, sorted({k for k in (0, 1, 2, 5, 10, 20) if k <= most} | {most}))
+        if timed
+        else {}
+    )
+    kept = {
+        "runs": runs,
+        "soft_tokens": asdict(embedder.soft_tokens),
+        "timed": len(timed),
+        "seconds": seconds,
+    }
     return {"name": "sweep-steps", "about": about, **kept, "steps": rows}
 
 
@@ -492,18 +758,26 @@ def _run(card: dict) -> dict:
 
 # %% ../../nbs/study/60_tournament.ipynb #2162148d
 def tiny_pairs(number: int = 800, heldout: int = 240) -> SplitPairs:
-    "Made-up pairs: a text of six of forty words, and four of them as its query; four held-out queries make a cluster."
-    draw, words = random.Random(0), sorted(set(PROSE.split()))[:40]
+    """Made-up pairs: a text of six of forty words, and four of them as its query; four held-out
+    queries make a cluster.
+    """
+    draw = random.Random(0)
+    words = sorted(set(PROSE.split()))[:40]
     rows = []
     for _ in range(number):
         text = draw.sample(words, 6)
         rows.append(Example(" ".join(draw.sample(text, 4)), " ".join(text), (), "made up"))
-    return SplitPairs(rows[heldout:], rows[:heldout], {"data": "made up"}, [place // 4 for place in range(heldout)])
+    return SplitPairs(
+        rows[heldout:],
+        rows[:heldout],
+        {"data": "made up"},
+        [place // 4 for place in range(heldout)],
+    )
 
 
 def same_method_runs(
     out: Path,
-    runs: int = 36,   # seeds
+    runs: int = 36,  # seeds
     steps: int = 30,  # of training, each
     say: Callable[[str], None] = print,
 ) -> dict:  # report of a tournament with one contestant
@@ -512,26 +786,45 @@ def same_method_runs(
     if not base.exists():
         tiny_model("llama").save_pretrained(base)
         tiny_tokenizer("smollm2").save_pretrained(base)
-    settings = [f"base={base}", "data=made up", "batch_size=32", "max_length=48", "dtype=float32", "tuning=full", "learning_rate=2e-2"]
+    settings = [
+        f"base={base}",
+        "data=made up",
+        "batch_size=32",
+        "max_length=48",
+        "dtype=float32",
+        "tuning=full",
+        "learning_rate=2e-2",
+    ]
     settings += ["instructions=none"]
-    given = {"amount": steps, "every": steps, "overrides": settings, "pairs": tiny_pairs(), "progress": False, "say": say}
+    given = {
+        "amount": steps,
+        "every": steps,
+        "overrides": settings,
+        "pairs": tiny_pairs(),
+        "progress": False,
+        "say": say,
+    }
     return tournament(["baseline"], out / "runs", seeds=runs, **given)
 
 # %% ../../nbs/study/60_tournament.ipynb #66f6a5d0
 def against_itself(
     report: dict,  # of `same_method_runs`
     tournaments: int = 200,
-    seeds: int = 6,        # runs on each side
+    seeds: int = 6,  # runs on each side
     planted: float = 0.0,  # what one side is made better by
 ) -> list[Difference]:
     "Tournaments of a method against itself, of runs drawn at random without one on both sides."
-    figures, draw = seed_figures(report, next(iter(report["arms"]))), np.random.default_rng(0)
+    figures = seed_figures(report, next(iter(report["arms"])))
+    draw = np.random.default_rng(0)
     if len(figures) < 2 * seeds:
-        raise InputError(f"{len(figures)} runs are too few for {seeds} on each side; train at least {2 * seeds}")
+        raise InputError(
+            f"{len(figures)} runs are too few for {seeds} on each side; train at least {2 * seeds}"
+        )
     found = []
     for _ in range(tournaments):
         drawn = draw.permutation(len(figures))
-        one, other = figures[drawn[:seeds]] + planted, figures[drawn[seeds : 2 * seeds]]
+        one = figures[drawn[:seeds]] + planted
+        other = figures[drawn[seeds : 2 * seeds]]
         found.append(compare_with({"again": one}, other, report["clusters"])["again"])
     return found
 
@@ -544,15 +837,45 @@ def aa_check(
     steps: int = 30,
     say: Callable[[str], None] = print,
 ) -> dict:  # the record
-    "How often a method is told from itself, and how often a difference of the stated size is found."
+    """How often a method is told from itself, and how often a difference of the stated size is
+    found.
+    """
     report = same_method_runs(Path(out), runs, steps, say)
     means = seed_figures(report, "baseline").mean(axis=1)
     nothing = against_itself(report, tournaments, seeds)
     size = float(np.median([one.detectable for one in nothing]))
     there = against_itself(report, tournaments, seeds, size)
-    count = lambda found: {word: sum(one.verdict == word for one in found) for word in ("ahead", "behind", "level")}
-    about = {"created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "version": __version__, "commit": source_commit()}
-    about |= {"device": report["card"]["device"], "queries": nothing[0].queries, "clusters": nothing[0].clusters}
-    about |= {"command": f"anchor aa-check --tournaments {tournaments} --seeds {seeds} --runs {runs} --steps {steps}"}
-    kept = {"tournaments": tournaments, "seeds": seeds, "runs": [round(float(mean), 4) for mean in means], "steps": steps}
-    return {"name": "aa-check", "about": about, **kept, "same": count(nothing), "planted": round(size, 4), "different": count(there)}
+
+    def count(found):
+        return {
+            word: sum(one.verdict == word for one in found) for word in ("ahead", "behind", "level")
+        }
+
+    about = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "version": __version__,
+        "commit": source_commit(),
+    }
+    about |= {
+        "device": report["card"]["device"],
+        "queries": nothing[0].queries,
+        "clusters": nothing[0].clusters,
+    }
+    about |= {
+        "command": f"anchor aa-check --tournaments {tournaments} --seeds {seeds} --runs "
+        f"{runs} --steps {steps}"
+    }
+    kept = {
+        "tournaments": tournaments,
+        "seeds": seeds,
+        "runs": [round(float(mean), 4) for mean in means],
+        "steps": steps,
+    }
+    return {
+        "name": "aa-check",
+        "about": about,
+        **kept,
+        "same": count(nothing),
+        "planted": round(size, 4),
+        "different": count(there),
+    }

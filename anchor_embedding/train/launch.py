@@ -45,36 +45,53 @@ def check_rendezvous(rendezvous: str | None, node_rank: int) -> None:
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
         raise InputError(
-            f"rendezvous is {rendezvous!r}; with several nodes give HOST:PORT of the node with rank 0, the same on each, ports up to 65535"
+            f"rendezvous is {rendezvous!r}; with several nodes give HOST:PORT of the node with "
+            "rank 0, the same on each, ports up to 65535"
         )
     try:
         socket.getaddrinfo(host, None)
     except OSError:
-        raise InputError(f"rendezvous: no host is called {host!r}; give the address of the node with rank 0") from None
+        raise InputError(
+            f"rendezvous: no host is called {host!r}; give the address of the node with rank 0"
+        ) from None
     if node_rank == 0:
         try:
             socket.create_server(("", int(port))).close()
         except OSError as error:
-            raise InputError(f"rendezvous: port {port} cannot be opened here ({error.strerror}); choose another one, the same on each node") from None
+            raise InputError(
+                f"rendezvous: port {port} cannot be opened here ({error.strerror}); "
+                "choose another one, the same on each node"
+            ) from None
 
 
 def check_processes(nproc: int, nodes: int, node_rank: int, rendezvous: str | None) -> None:
     "Raise `InputError` for numbers that do not fit together or do not fit this machine."
     if not all(isinstance(number, int) for number in (nproc, nodes, node_rank)):
-        raise InputError(f"nproc is {nproc!r}, nodes {nodes!r} and node_rank {node_rank!r}; give whole numbers")
+        raise InputError(
+            f"nproc is {nproc!r}, nodes {nodes!r} and node_rank {node_rank!r}; give whole numbers"
+        )
     if nproc < 1 or nodes < 1 or not 0 <= node_rank < nodes:
         raise InputError(
-            f"nproc is {nproc}, nodes {nodes} and node_rank {node_rank}; give at least one process and one node, node ranks from 0"
+            f"nproc is {nproc}, nodes {nodes} and node_rank {node_rank}; give at least one process "
+            "and one node, node ranks from 0"
         )
     if found := accelerators():
         if nproc > found:
-            raise InputError(f"nproc is {nproc}, but there are {found} accelerators here; give at most {found}")
+            raise InputError(
+                f"nproc is {nproc}, but there are {found} accelerators here; give at most {found}"
+            )
     if nodes > 1:
         check_rendezvous(rendezvous, node_rank)
     elif rendezvous:
-        raise InputError(f"rendezvous is {rendezvous!r}, but there is one node; give the number of nodes (--nodes), or leave it out")
+        raise InputError(
+            f"rendezvous is {rendezvous!r}, but there is one node; give the number of "
+            "nodes (--nodes), or leave it out"
+        )
     if "LOCAL_RANK" in os.environ:
-        raise InputError("this process was started by torchrun or the like, and would start more; use one of the two")
+        raise InputError(
+            "this process was started by torchrun or the like, and would start more; "
+            "use one of the two"
+        )
 
 # %% ../../nbs/train/50_launch.ipynb #ed57ac6a
 def worker_environment(
@@ -84,17 +101,28 @@ def worker_environment(
     node_rank: int,
     address: str,  # HOST:PORT where the processes meet
 ) -> dict[str, str]:
-    "The environment of one process: that of this one, its place among the others, and its share of the cores."
+    """The environment of one process: that of this one, its place among the others, and its share
+    of the cores.
+    """
     host, port = address.rsplit(":", 1)
     place = {
         "RANK": node_rank * nproc + local_rank, "WORLD_SIZE": nodes * nproc, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": nproc,
         "GROUP_RANK": node_rank, "MASTER_ADDR": host, "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": nodes == 1,  # the store is there already: nobody opens the port
+        # the store is there already: nobody opens the port
+        "TORCHELASTIC_USE_AGENT_STORE": nodes == 1,
     }  # fmt: skip
     alone = nodes * nproc == 1
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
-    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    return environment | os.environ | {key: str(value) for key, value in ({} if alone else place).items()}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return (
+        environment
+        | os.environ
+        | {key: str(value) for key, value in ({} if alone else place).items()}
+    )
 
 # %% ../../nbs/train/50_launch.ipynb #9c259676
 GRACE = 300  # seconds that stopped processes have to finish their step and save a checkpoint
@@ -107,7 +135,9 @@ def run_worker(
 ) -> None:
     "One process of a launched run: the command `anchor`, which ends when its watcher does."
     orphaned = threading.Event()
-    threading.Thread(target=_end_with_watcher, args=(lifeline, grace, orphaned), daemon=True).start()
+    threading.Thread(
+        target=_end_with_watcher, args=(lifeline, grace, orphaned), daemon=True
+    ).start()
     try:
         from anchor_embedding.cli import main
 
@@ -118,7 +148,9 @@ def run_worker(
 
 
 def _end_with_watcher(lifeline: int, grace: float, orphaned: threading.Event) -> None:
-    "Wait for the end of the pipe; then SIGTERM to this process and, after `grace` seconds, SIGKILL to its group."
+    """Wait for the end of the pipe; then SIGTERM to this process and, after `grace` seconds,
+    SIGKILL to its group.
+    """
     os.read(lifeline, 1)
     orphaned.set()
     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # training will answer
@@ -141,16 +173,26 @@ class Worker:
         with open(self.log, "rb") as file:
             file.seek(self.begin)
             text = file.read().decode(errors="replace")
-        return [re.sub(r"^\[rank\d+\]: ?", "", line).rstrip() for line in text.splitlines() if line.strip()]
+        return [
+            re.sub(r"^\[rank\d+\]: ?", "", line).rstrip()
+            for line in text.splitlines()
+            if line.strip()
+        ]
 
 
-def start_worker(rank: int, arguments: Sequence[str], environment: dict, log: Path, lifeline: int, grace: float) -> Worker:
-    "Start one process of a run in a session of its own. Raises `InputError` when its log cannot be written."
+def start_worker(
+    rank: int, arguments: Sequence[str], environment: dict, log: Path, lifeline: int, grace: float
+) -> Worker:
+    """Start one process of a run in a session of its own. Raises `InputError` when its log cannot
+    be written.
+    """
     code = f"from anchor_embedding.train.launch import run_worker; run_worker({lifeline}, {grace}, {list(arguments)!r})"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} anchor {shlex.join(arguments)}\n".encode())
+            file.write(
+                f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} anchor {shlex.join(arguments)}\n".encode()
+            )
             file.flush()
             process = subprocess.Popen(
                 [sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -158,11 +200,15 @@ def start_worker(rank: int, arguments: Sequence[str], environment: dict, log: Pa
             )  # fmt: skip
             return Worker(rank, process, log, file.tell())
     except OSError as error:
-        raise InputError(f"cannot write {log}: {error}; free space or choose another place") from error
+        raise InputError(
+            f"cannot write {log}: {error}; free space or choose another place"
+        ) from error
 
 # %% ../../nbs/train/50_launch.ipynb #df6b101f
 def stop_workers(workers: Sequence[Worker], grace: float) -> None:
-    "SIGTERM to the processes, SIGKILL to their groups after `grace` seconds or when the waiting is interrupted."
+    """SIGTERM to the processes, SIGKILL to their groups after `grace` seconds or when the waiting
+    is interrupted.
+    """
     try:
         running = [worker for worker in workers if worker.process.poll() is None]
         for worker in running:
@@ -187,19 +233,27 @@ def started_workers(
     rendezvous: str | None = None,  # HOST:PORT, for several nodes
     grace: float = GRACE,  # seconds to save when the block ends by an interrupt
 ):
-    "Context of the running processes of this node; none of them, and nothing they started, is left behind it."
+    """Context of the running processes of this node; none of them, and nothing they started, is
+    left behind it.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if nodes == 1 else None
     address = f"127.0.0.1:{store.port}" if store else rendezvous
     lifeline, held = os.pipe()
-    workers, patience = [], grace
+    workers = []
+    patience = grace
     try:
         for local_rank in range(nproc):
             environment = worker_environment(local_rank, nproc, nodes, node_rank, address)
             rank = node_rank * nproc + local_rank
-            workers.append(start_worker(rank, arguments, environment, logs / f"rank-{rank}.log", lifeline, grace))
+            workers.append(
+                start_worker(
+                    rank, arguments, environment, logs / f"rank-{rank}.log", lifeline, grace
+                )
+            )
         yield workers
     except (InputError, WorkerError) as error:
-        patience = grace if isinstance(error, WorkerError) and error.stopped else 5  # the others wait for the failed one
+        # the others wait for the failed one
+        patience = grace if isinstance(error, WorkerError) and error.stopped else 5
         raise
     finally:
         os.close(held)
@@ -212,7 +266,8 @@ class WorkerError(RuntimeError):
 
     def __init__(self, rank: int, code: int, message: str):
         super().__init__(message)
-        self.rank, self.code = rank, code
+        self.rank = rank
+        self.code = code
 
     @property
     def stopped(self) -> bool:
@@ -221,10 +276,16 @@ class WorkerError(RuntimeError):
 
 
 def last_words(lines: Sequence[str], most: int = 30) -> list[str]:
-    "The end of the traceback that ended a program, its causes included; what fails on the way out after it is left aside."
+    """The end of the traceback that ended a program, its causes included; what fails on the way out
+    after it is left aside.
+    """
     aside = r"^Exception ignored in.*\n(?:Traceback .*\n(?:[ \t].*\n)*.*\n)?"
-    lines = re.sub(aside, "", "".join(line + "\n" for line in lines), flags=re.MULTILINE).splitlines()
-    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    lines = re.sub(
+        aside, "", "".join(line + "\n" for line in lines), flags=re.MULTILINE
+    ).splitlines()
+    begins = [
+        i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")
+    ]
     words = lines[begins[0] :] if begins else lines[-10:]
     return words if len(words) <= most else [words[0], "  …", *words[2 - most :]]
 
@@ -235,14 +296,24 @@ def worker_error(worker: Worker, code: int) -> InputError | WorkerError:
     said = [line.removeprefix("anchor: ") for line in lines if line.startswith("anchor: ")]
     if code == 2 and said:
         return InputError(said[-1])
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     hint = " (the system does so when memory runs out)" if code == -signal.SIGKILL else ""
     last = said[-1:] or last_words(lines)
-    return WorkerError(worker.rank, code, "\n".join([f"rank {worker.rank} {how}{hint}; all of its log: {worker.log}", *last]))
+    return WorkerError(
+        worker.rank,
+        code,
+        "\n".join([f"rank {worker.rank} {how}{hint}; all of its log: {worker.log}", *last]),
+    )
 
 # %% ../../nbs/train/50_launch.ipynb #37d7a337
 def raise_failure(workers: Sequence[Worker], settle: float = 1.0) -> None:
-    "Raise the error of the process that failed first, if one did; others have `settle` seconds to fail as well."
+    """Raise the error of the process that failed first, if one did; others have `settle` seconds to
+    fail as well.
+    """
 
     def failed():
         return [worker for worker in workers if worker.process.poll()]
@@ -252,7 +323,9 @@ def raise_failure(workers: Sequence[Worker], settle: float = 1.0) -> None:
     end = time.monotonic() + settle
     while time.monotonic() < end and any(worker.process.poll() is None for worker in workers):
         time.sleep(0.05)
-    first = min(failed(), key=lambda worker: (worker.process.returncode != 2, worker.log.stat().st_mtime_ns))
+    first = min(
+        failed(), key=lambda worker: (worker.process.returncode != 2, worker.log.stat().st_mtime_ns)
+    )
     raise worker_error(first, first.process.returncode)
 
 # %% ../../nbs/train/50_launch.ipynb #55fb8f14
@@ -260,14 +333,19 @@ class NewRows:
     "The rows of a growing JSONL file, `rows`; `look` adds what was written since the last time."
 
     def __init__(self, path: Path):
-        self.path, self.rows, self.inode, self.offset = path, [], None, 0
+        self.path = path
+        self.rows = []
+        self.inode = None
+        self.offset = 0
 
     def look(self) -> list[dict]:
         "All rows so far; a last line without its end is left for the next time."
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
             now = os.fstat(file.fileno())
             if now.st_ino != self.inode or now.st_size < self.offset:
-                self.rows, self.inode, self.offset = [], now.st_ino, 0
+                self.rows = []
+                self.inode = now.st_ino
+                self.offset = 0
             file.seek(self.offset)
             whole = file.read().rpartition(b"\n")[0]
             self.offset += len(whole) + 1 if whole else 0
@@ -277,9 +355,21 @@ class NewRows:
         return self.rows
 
 # %% ../../nbs/train/50_launch.ipynb #e1b10930
-def watch(workers: Sequence[Worker], folder: Path, recipe: Recipe, initial: int, progress: bool | None, plot: bool, tick: float = 0.2):
-    "Show how far a run is until its processes have ended. Raises the error of the one that failed, see `raise_failure`."
-    metrics, curve, first = NewRows(folder / "metrics.jsonl"), LossCurve(seconds=3), workers[0]
+def watch(
+    workers: Sequence[Worker],
+    folder: Path,
+    recipe: Recipe,
+    initial: int,
+    progress: bool | None,
+    plot: bool,
+    tick: float = 0.2,
+):
+    """Show how far a run is until its processes have ended. Raises the error of the one that
+    failed, see `raise_failure`.
+    """
+    metrics = NewRows(folder / "metrics.jsonl")
+    curve = LossCurve(seconds=3)
+    first = workers[0]
     with progress_bar(recipe.steps, recipe.name, initial=initial, progress=progress) as bar:
         running = True
         while running:
@@ -287,7 +377,10 @@ def watch(workers: Sequence[Worker], folder: Path, recipe: Recipe, initial: int,
             rows = [row for row in metrics.look() if row["step"] > initial]
             if rows:
                 last = rows[-1]
-                bar.set_postfix_str(f"loss {last['loss']:.3f}, {last['tokens'] / last['seconds']:.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(
+                    f"loss {last['loss']:.3f}, {last['tokens'] / last['seconds']:.0f} tokens/s",
+                    refresh=False,
+                )
                 bar.update(last["step"] - bar.n)
             else:
                 bar.set_postfix_str("".join(first.lines()[-1:])[:80])
@@ -302,7 +395,11 @@ def watch(workers: Sequence[Worker], folder: Path, recipe: Recipe, initial: int,
 def _exit_on_termination():
     "SIGTERM raises SystemExit(143) in this block, where a handler can be set (the main thread)."
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)) if main else None
+    before = (
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        if main
+        else None
+    )
     try:
         yield
     finally:
@@ -310,17 +407,32 @@ def _exit_on_termination():
             signal.signal(signal.SIGTERM, before)
 
 
-def _one_stage(recipe: str | Path | Recipe, overrides: Iterable[str], say: Callable[[str], None]) -> Recipe:
+def _one_stage(
+    recipe: str | Path | Recipe, overrides: Iterable[str], say: Callable[[str], None]
+) -> Recipe:
     "The recipe of one stage that is meant; raises `InputError`."
-    found = override(recipe, overrides, say) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, say)
+    found = (
+        override(recipe, overrides, say)
+        if isinstance(recipe, Recipe)
+        else load_recipe(recipe, overrides, say)
+    )
     if not isinstance(found, Recipe):
-        raise InputError(f"{recipe} is a pipeline of several runs; launch takes a recipe of one stage")
+        raise InputError(
+            f"{recipe} is a pipeline of several runs; launch takes a recipe of one stage"
+        )
     return found
 
 
 def newest_checkpoint(folder: Path) -> int:
     "The step of the newest checkpoint in a run folder; 0 when there is none."
-    return max((int(found[1]) for path in folder.glob("step-*") if (found := re.fullmatch(r"step-(\d+)", path.name))), default=0)
+    return max(
+        (
+            int(found[1])
+            for path in folder.glob("step-*")
+            if (found := re.fullmatch(r"step-(\d+)", path.name))
+        ),
+        default=0,
+    )
 
 # %% ../../nbs/train/50_launch.ipynb #9ddc83f8
 def launch(
@@ -336,29 +448,56 @@ def launch(
     plot: bool | None = None,  # the loss as a picture; None = in a notebook
     say: Callable[[str], None] = print,
     grace: float = GRACE,  # seconds that interrupted processes have to save
-    words: Sequence[str] = (),  # further ones of `anchor train` for every process, like --eval-tasks
+    # further ones of `anchor train` for every process, like --eval-tasks
+    words: Sequence[str] = (),
 ) -> Path:  # the folder `final` inside `out`
-    "Run a recipe on several processes. Raises `InputError` for bad input, `WorkerError` for a process that failed otherwise."
+    """Run a recipe on several processes. Raises `InputError` for bad input, `WorkerError` for a
+    process that failed otherwise.
+    """
     recipe = _one_stage(recipe, overrides, say)
     check_processes(nproc, nodes, node_rank, rendezvous)
     if recipe.batch_size % (nproc * nodes):
-        raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {nproc * nodes} processes")
+        raise InputError(
+            f"batch_size {recipe.batch_size} must be a multiple of the {nproc * nodes} processes"
+        )
     out = Path(out or Path("runs") / recipe.name)
-    first, plot = newest_checkpoint(out) if resume else 0, in_notebook() if plot is None else plot
+    first = newest_checkpoint(out) if resume else 0
+    plot = in_notebook() if plot is None else plot
     if resume:
         say(resume_line(out, first))
     with tempfile.TemporaryDirectory(prefix="anchor-") as aside, _exit_on_termination():
         recipe.save(Path(aside) / "recipe.toml")
-        arguments = ["train", str(Path(aside) / "recipe.toml"), "--out", str(out), *(["--resume"] if resume else []), *words]
+        arguments = [
+            "train",
+            str(Path(aside) / "recipe.toml"),
+            "--out",
+            str(out),
+            *(["--resume"] if resume else []),
+            *words,
+        ]
         try:
-            with started_workers(arguments, out / "logs", nproc, nodes, node_rank, rendezvous, grace) as workers:
+            with started_workers(
+                arguments, out / "logs", nproc, nodes, node_rank, rendezvous, grace
+            ) as workers:
                 try:
-                    watch(workers, out, recipe, first, progress if node_rank == 0 else False, plot and node_rank == 0)
+                    watch(
+                        workers,
+                        out,
+                        recipe,
+                        first,
+                        progress if node_rank == 0 else False,
+                        plot and node_rank == 0,
+                    )
                 except (KeyboardInterrupt, SystemExit):
-                    say("stopping: the processes finish their step and save; interrupt again to end them at once")
+                    say(
+                        "stopping: the processes finish their step and save; interrupt again to "
+                        "end them at once"
+                    )
                     raise
         except (KeyboardInterrupt, SystemExit):
             step = newest_checkpoint(out)
-            say(f"stopped; {f'go on from step {step} with resume' if step else 'there is no checkpoint yet'}")
+            say(
+                f"stopped; {f'go on from step {step} with resume' if step else 'there is no checkpoint yet'}"
+            )
             raise
     return out / "final"

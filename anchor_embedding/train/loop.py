@@ -43,7 +43,13 @@ from .. import __version__
 from ..common.errors import InputError, Stopped
 from ..common.files import write_text
 from ..common.show import counted
-from ..data.batches import BatchPlan, Instructions, TokenBatch, parse_sampling, tokenize_batch
+from anchor_embedding.data.batches import (
+    BatchPlan,
+    Instructions,
+    TokenBatch,
+    parse_sampling,
+    tokenize_batch,
+)
 from ..data.docstrings import docstring_pairs
 from ..data.examples import Example, fingerprint
 from anchor_embedding.embed.embedder import (
@@ -70,7 +76,15 @@ from anchor_embedding.model.decoder import (
     merge_lora,
 )
 from ..model.packing import attention_kernel
-from .plan import FREE, ModelShape, decide, memory, pair_tokens, shape_from_config, told_choice
+from anchor_embedding.train.plan import (
+    FREE,
+    ModelShape,
+    decide,
+    memory,
+    pair_tokens,
+    shape_from_config,
+    told_choice,
+)
 
 # %% ../../nbs/train/40_loop.ipynb #af94c031
 from ..common.progress import progress_bar
@@ -115,7 +129,8 @@ class TrainingData:
     instructions: Instructions
     hard_negatives: int  # at most this many a query
     source: dict = field(default_factory=dict)  # for the run's card
-    balanced: bool = True  # ranks share the rows by length; else every rank takes each `world`-th, whatever it is
+    # ranks share the rows by length; else every rank takes each `world`-th, whatever it is
+    balanced: bool = True
     exchanged: bool = False  # every query has the positive of the next pair of the global batch
 
     @cached_property
@@ -123,41 +138,69 @@ class TrainingData:
         "(pairs,) characters of every row."
         if isinstance(self.examples, ExampleStore):
             return self.examples.lengths
-        return np.array([len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in self.examples])
+        return np.array(
+            [len(e.query) + len(e.positive) + sum(map(len, e.negatives)) for e in self.examples]
+        )
 
     @cached_property
     def most_negatives(self) -> int:
         "Hard negatives of the row that has most of them."
         stored = isinstance(self.examples, ExampleStore)
-        return int(max(self.examples.negatives_per_row if stored else [len(e.negatives) for e in self.examples]))
+        return int(
+            max(
+                self.examples.negatives_per_row
+                if stored
+                else [len(e.negatives) for e in self.examples]
+            )
+        )
 
     def places(self, step: int, rank: int = 0, world: int = 1) -> Sequence[int]:
-        "Places in the batch of a step that process `rank` of `world` holds: as many as the others, and about as much text."
+        """Places in the batch of a step that process `rank` of `world` holds: as many as the
+        others, and about as much text.
+        """
         rows = self.plan.step(step)
         if world > 1 and self.balanced:
             return balanced_share(self.lengths[rows].tolist(), rank, world)
         return range(rank, len(rows), world)
 
     def batch(self, step: int, rank: int = 0, world: int = 1, as_given: bool = False) -> TokenBatch:
-        "What process `rank` of `world` holds of the batch of a step; `as_given`: pairs that are exchanged stay together."
+        """What process `rank` of `world` holds of the batch of a step; `as_given`: pairs that are
+        exchanged stay together.
+        """
         rows = self.plan.step(step)
         places = self.places(step, rank, world)
         mine = [rows[place] for place in places]
         if not self.exchanged or as_given:
-            return tokenize_batch(self.examples, self.tokenizer, self.instructions, mine, self.hard_negatives)
+            return tokenize_batch(
+                self.examples, self.tokenizer, self.instructions, mine, self.hard_negatives
+            )
         following = [rows[(place + 1) % len(rows)] for place in places]
         own, other = (
-            tokenize_batch(self.examples, self.tokenizer, self.instructions, chosen, self.hard_negatives) for chosen in (mine, following)
+            tokenize_batch(
+                self.examples, self.tokenizer, self.instructions, chosen, self.hard_negatives
+            )
+            for chosen in (mine, following)
         )
         return TokenBatch(own.queries, other.positives, other.negatives)
 
     def unseen(self, steps: int, number: int) -> list[int]:
-        "At most `number` rows that no batch of so many steps holds, at random but always the same, dataset after dataset."
+        """At most `number` rows that no batch of so many steps holds, at random but always the
+        same, dataset after dataset.
+        """
         seen = set()
         for step in range(min(steps, self.plan.steps_per_pass)):
             seen.update(self.plan.step(step))
-        left = [(name, row) for name, rows in self.plan.rows.items() for row in map(int, rows) if row not in seen]
-        chosen = random.Random(self.plan.seed).sample(left, min(number, len(left))) if steps <= self.plan.steps_per_pass else []
+        left = [
+            (name, row)
+            for name, rows in self.plan.rows.items()
+            for row in map(int, rows)
+            if row not in seen
+        ]
+        chosen = (
+            random.Random(self.plan.seed).sample(left, min(number, len(left)))
+            if steps <= self.plan.steps_per_pass
+            else []
+        )
         return [row for _, row in sorted(chosen)]
 
 # %% ../../nbs/train/40_loop.ipynb #c0c69f51
@@ -165,8 +208,11 @@ class BatchesAhead:
     "Batches by step, the next one made while a step is computed."
 
     def __init__(self, make: Callable[[int], TokenBatch], steps: int):
-        self.make, self.steps = make, steps  # a step → its batch; how many there are
-        self.pool, self.step, self.found = ThreadPoolExecutor(1, "batches"), None, None
+        self.make = make
+        self.steps = steps  # a step → its batch; how many there are
+        self.pool = ThreadPoolExecutor(1, "batches")
+        self.step = None
+        self.found = None
 
     def take(self, step: int) -> TokenBatch:
         "The batch of a step."
@@ -204,16 +250,25 @@ def load_examples(
 
 
 def instructions_record(name: str) -> str | dict:
-    "What is saved with a model of the instructions that a recipe names: a shipped name, or the whole table of a file."
+    """What is saved with a model of the instructions that a recipe names: a shipped name, or the
+    whole table of a file.
+    """
     found = find_instructions(name)
     if name in ("none", "paper", "as_released"):
         return name
-    return {"table": {dataset: list(choices) for dataset, choices in found.table.items()}, "symmetric": sorted(found.symmetric)}
+    return {
+        "table": {dataset: list(choices) for dataset, choices in found.table.items()},
+        "symmetric": sorted(found.symmetric),
+    }
 
 
 def find_instructions(name: str) -> Instructions:
     "The instructions that a recipe names; raises `InputError`."
-    shipped = {"none": Instructions.none, "paper": Instructions.paper, "as_released": Instructions.as_released}
+    shipped = {
+        "none": Instructions.none,
+        "paper": Instructions.paper,
+        "as_released": Instructions.as_released,
+    }
     return shipped[name]() if name in shipped else Instructions.from_file(name)
 
 # %% ../../nbs/train/40_loop.ipynb #6bf4443b
@@ -221,7 +276,13 @@ def _training_tokenizer(recipe, tokenizer):
     "The released code truncates without care for the EOS, in training only (D5)."
     if recipe.template != "released":
         return tokenizer
-    return TextTokenizer(tokenizer.tokenizer, tokenizer.template, tokenizer.max_length, prompt=tokenizer.prompt, cut_eos=True)
+    return TextTokenizer(
+        tokenizer.tokenizer,
+        tokenizer.template,
+        tokenizer.max_length,
+        prompt=tokenizer.prompt,
+        cut_eos=True,
+    )
 
 
 def make_data(
@@ -235,28 +296,51 @@ def make_data(
     datasets = examples.rows if stored else [example.dataset for example in examples]
     plan = BatchPlan(datasets, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
     instructions = find_instructions(recipe.instructions)
-    untold = sorted({name for name in plan.rows if instructions.table and not any(instructions.for_example(name, 0))})
+    untold = sorted(
+        {
+            name
+            for name in plan.rows
+            if instructions.table and not any(instructions.for_example(name, 0))
+        }
+    )
     if untold:
-        warnings.warn(f"no instruction for {', '.join(untold)} in instructions = {recipe.instructions!r}", stacklevel=2)
+        warnings.warn(
+            f"no instruction for {', '.join(untold)} in instructions = {recipe.instructions!r}",
+            stacklevel=2,
+        )
     digits = examples.fingerprint if stored else fingerprint(examples)
     sizes = {name: len(rows) for name, rows in plan.rows.items()}
-    source = {**(source or {}), "pairs": len(examples), "datasets": sizes, "left_out": plan.left_out, "fingerprint": digits}
+    source = {
+        **(source or {}),
+        "pairs": len(examples),
+        "datasets": sizes,
+        "left_out": plan.left_out,
+        "fingerprint": digits,
+    }
     objective = recipe.objective
     tokenizer = _training_tokenizer(recipe, tokenizer)
     order = {"balanced": not objective.keeps_places, "exchanged": objective.exchanges_pairs}
-    return TrainingData(examples, plan, tokenizer, instructions, objective.hard_negatives, source, **order)
+    return TrainingData(
+        examples, plan, tokenizer, instructions, objective.hard_negatives, source, **order
+    )
 
 # %% ../../nbs/train/40_loop.ipynb #011ccc2c
 def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
-    "The text tokenizer of a recipe; a base that was trained here brings its template along. Raises `InputError`."
+    """The text tokenizer of a recipe; a base that was trained here brings its template along.
+    Raises `InputError`.
+    """
     settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
     settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
-    return TextTokenizer(read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings)
+    return TextTokenizer(
+        read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings
+    )
 
 
 def opening_of(recipe: Recipe, base: str) -> str:
-    "How a trained model's vectors are decoded: as Stage I did it, this recipe's or the one that its base comes from."
+    """How a trained model's vectors are decoded: as Stage I did it, this recipe's or the one that
+    its base comes from.
+    """
     return recipe.objective.decode_opening or read_settings(base).get("decode_opening", "encode")
 
 # %% ../../nbs/train/40_loop.ipynb #211983a3
@@ -272,10 +356,15 @@ def prepare_embedder(
     say(f"matrix products in {str(dtype).removeprefix('torch.')}: {reason}")
     tokenizer = prepare_tokenizer(recipe, base.path)
     full = recipe.tuning == "full"
-    decoder = set_attention(load_decoder(str(start) if start and full else base.path, torch.float32, device, dtype), recipe.attention)
+    decoder = set_attention(
+        load_decoder(str(start) if start and full else base.path, torch.float32, device, dtype),
+        recipe.attention,
+    )
     if not full:
         torch.manual_seed(recipe.seed)
-        add_lora(decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
+        add_lora(
+            decoder, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets
+        )
         if start:
             _load_adapter_weights(decoder, start)
         if recipe.sharding == "none":  # slices are gathered in the dtype of products anyway
@@ -283,7 +372,9 @@ def prepare_embedder(
     objective = recipe.objective.prepared(tokenizer)
     soft_tokens = objective.soft_tokens
     if soft_tokens and soft_tokens.kind == "pause":
-        load_pause_tokens(decoder, start, soft_tokens.steps) if start else add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
+        load_pause_tokens(decoder, start, soft_tokens.steps) if start else add_pause_tokens(
+            decoder, soft_tokens.steps, recipe.seed
+        )
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if objective.uses_head:
         check_head(decoder, f"objective = {recipe.objective_name!r}")
@@ -294,12 +385,25 @@ def prepare_embedder(
     if recipe.compile:
         compile_layers(decoder)
     if device.type == "cuda":
-        say(f"liger-kernel computes {decoder.liger} modules" if decoder.liger else "liger-kernel is not used: not installed, or not for this model")
+        say(
+            f"liger-kernel computes {decoder.liger} modules"
+            if decoder.liger
+            else "liger-kernel is not used: not installed, or not for this model"
+        )
     kernel = attention_kernel(device.type, dtype)
     chosen = {"liger_modules": decoder.liger, **{key: getattr(recipe, key) for key in AUTOMATIC}}
-    card = chosen | {"base": base.source, "device": device_name(device), "dtype": str(dtype), "dtype_reason": reason, "attention": kernel}
-    opening, instructions = opening_of(recipe, base.path), instructions_record(recipe.instructions)
-    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions), card
+    card = chosen | {
+        "base": base.source,
+        "device": device_name(device),
+        "dtype": str(dtype),
+        "dtype_reason": reason,
+        "attention": kernel,
+    }
+    opening = opening_of(recipe, base.path)
+    instructions = instructions_record(recipe.instructions)
+    return Embedder(
+        decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions
+    ), card
 
 # %% ../../nbs/train/40_loop.ipynb #c443dce8
 def device_name(device: torch.device) -> str:
@@ -310,12 +414,14 @@ def device_name(device: torch.device) -> str:
 
 
 def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
-    "LoRA weights of a checkpoint into a decoder that has fresh adapters; raises `InputError` unless they are all there."
+    """LoRA weights of a checkpoint into a decoder that has fresh adapters; raises `InputError`
+    unless they are all there.
+    """
     load_adapter(decoder.model, read_tensors(folder / "adapter_model.safetensors"), folder)
 
 # %% ../../nbs/train/40_loop.ipynb #e94c0543
 USABLE = {"cuda": 1 - FREE, "cpu": 0.4}  # share of the free memory that a plan may fill
-CPU_BUDGET = 8192                        # tokens, the largest that was measured on a CPU
+CPU_BUDGET = 8192  # tokens, the largest that was measured on a CPU
 
 
 def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape:
@@ -326,7 +432,9 @@ def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape
     try:
         return shape_from_config(AutoConfig.from_pretrained(path).to_dict(), str(path))
     except (InputError, OSError, ValueError, KeyError) as error:
-        raise InputError(f"{error}; or give numbers for what is \"auto\": {', '.join(AUTOMATIC)}") from error
+        raise InputError(
+            f'{error}; or give numbers for what is "auto": {", ".join(AUTOMATIC)}'
+        ) from error
 
 
 def least_free(device: torch.device) -> float:  # bytes
@@ -340,20 +448,32 @@ def least_free(device: torch.device) -> float:  # bytes
 def fit_to_device(
     recipe: Recipe,
     device: torch.device,
-    most: float = math.inf, # tokens of the largest budget that may be taken
+    most: float = math.inf,  # tokens of the largest budget that may be taken
     say: Callable[[str], None] = print,
 ) -> Recipe:  # without "auto"
-    "A recipe with what it leaves to the machine chosen for the memory that is free, alike on all processes. Raises `InputError`."
+    """A recipe with what it leaves to the machine chosen for the memory that is free, alike on all
+    processes. Raises `InputError`.
+    """
     if "auto" not in [getattr(recipe, key) for key in AUTOMATIC]:
         return recipe
-    shape, free = base_shape(recipe, say), least_free(device)
+    shape = base_shape(recipe, say)
+    free = least_free(device)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     kind = "cuda" if device.type == "cuda" else "cpu"
     priced = recipe.replace(dtype=str(choose_dtype(recipe.dtype, device)[0]).removeprefix("torch."))
-    made = decide(priced, shape, USABLE[kind] * free, world, min(most, CPU_BUDGET if kind == "cpu" else math.inf))
+    made = decide(
+        priced,
+        shape,
+        USABLE[kind] * free,
+        world,
+        min(most, CPU_BUDGET if kind == "cpu" else math.inf),
+    )
     needed = sum(memory(made, shape, pair_tokens(made), world).values())
     short = "" if needed <= USABLE[kind] * free else ", which may be too little"
-    say(f"{told_choice(recipe, made)}: a step takes about {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free{short}")
+    say(
+        f"{told_choice(recipe, made)}: a step takes about {needed / 1e9:.1f} GB of "
+        f"{free / 1e9:.1f} GB that are free{short}"
+    )
     return made.replace(dtype=recipe.dtype)
 
 # %% ../../nbs/train/40_loop.ipynb #e8d7ffe3
@@ -380,19 +500,27 @@ def seed_step(recipe: Recipe, step: int, rank: int) -> None:
     torch.manual_seed((recipe.seed * 1_000_003 + step) * 4096 + rank)
 
 # %% ../../nbs/train/40_loop.ipynb #12039097
-def make_optimizer(recipe: Recipe, decoder: CausalDecoder, start: Path | None = None) -> torch.optim.AdamW:
+def make_optimizer(
+    recipe: Recipe, decoder: CausalDecoder, start: Path | None = None
+) -> torch.optim.AdamW:
     "AdamW over the trained parameters, its state from the checkpoint `start` if there is one."
     trained = [p for p in own_parameters(decoder).values() if p.requires_grad]
     betas = (recipe.beta1, recipe.beta2)
-    optimizer = torch.optim.AdamW(trained, 0.0, betas, recipe.epsilon, recipe.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained, 0.0, betas, recipe.epsilon, recipe.weight_decay, fused=True
+    )
     if start:
         load_optimizer(start, decoder, optimizer)
     return optimizer
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> float:  # the norm before
-    "Scale the gradients of all parameters, sliced or whole, so that their common norm is at most `max_norm`."
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """Scale the gradients of all parameters, sliced or whole, so that their common norm is at most
+    `max_norm`.
+    """
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -405,17 +533,27 @@ def check_finite(values: dict[str, float], step: int, folder: RunFolder) -> None
         if not math.isfinite(value):
             last = max(folder.checkpoints(), default=None)
             kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
-            raise InputError(f"the {name} is {value} at step {step + 1}; lower learning_rate. {kept} in {folder.path}")
+            raise InputError(
+                f"the {name} is {value} at step {step + 1}; lower learning_rate. "
+                f"{kept} in {folder.path}"
+            )
 
 
 def count_parameters(decoder: CausalDecoder) -> dict[str, int]:
     "Numbers of all parameters and of those that are trained."
     numbers = [(p.numel(), p.requires_grad) for p in decoder.parameters()]
-    return {"parameters": sum(n for n, _ in numbers), "trained_parameters": sum(n for n, trained in numbers if trained)}
+    return {
+        "parameters": sum(n for n, _ in numbers),
+        "trained_parameters": sum(n for n, trained in numbers if trained),
+    }
 
 # %% ../../nbs/train/40_loop.ipynb #c4e8f1a6
-ENVIRONMENT = {  # variable that accelerate takes a setting from → (what changes nothing, what to do instead)
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "set batch_size and token_budget in the recipe"),
+# variable that accelerate takes a setting from → (what changes nothing, what to do instead)
+ENVIRONMENT = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1",
+        "set batch_size and token_budget in the recipe",
+    ),
     "ACCELERATE_MIXED_PRECISION": ("no", "set dtype in the recipe"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "set compile = true in the recipe"),
     "ACCELERATE_USE_FSDP": ("false", 'set sharding = "fsdp" in the recipe'),
@@ -434,38 +572,61 @@ def check_environment(
     for name, (neutral, remedy) in ENVIRONMENT.items():
         value = environment.get(name, "").lower()
         allowed = {"", neutral} | ({"0", "f", "n", "no", "off"} if neutral == "false" else set())
-        if name == "ACCELERATE_MIXED_PRECISION" and choose_dtype(recipe.dtype, device)[0] == torch.bfloat16:
+        if (
+            name == "ACCELERATE_MIXED_PRECISION"
+            and choose_dtype(recipe.dtype, device)[0] == torch.bfloat16
+        ):
             allowed.add("bf16")  # what the recipe computes in anyway
         if value not in allowed:
             given = f"{name}={environment[name]}"
-            raise InputError(f"the environment has {given}, but a launcher must not change what is computed: unset it, and {remedy}")
+            raise InputError(
+                f"the environment has {given}, but a launcher must not change what is "
+                f"computed: unset it, and {remedy}"
+            )
 
 # %% ../../nbs/train/40_loop.ipynb #31e2826d
 def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
     "Devices, processes and the tracker of a run; raises `InputError`."
     tracker = None if recipe.tracker == "none" else recipe.tracker
     if tracker and not find_spec(tracker):
-        raise InputError(f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}")
+        raise InputError(
+            f"tracker = {tracker!r} needs a package that is missing; run: pip install {tracker}"
+        )
     check_environment(recipe, choose_device())
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # so long may a checkpoint keep the others waiting
+        # so long may a checkpoint keep the others waiting
+        InitProcessGroupKwargs(timeout=timedelta(hours=3)),
     ]
-    settings = {"kwargs_handlers": handlers, "log_with": tracker, "project_dir": out, "mixed_precision": "no"}  # `CausalDecoder` has autocast
+    # `CausalDecoder` has autocast
+    settings = {
+        "kwargs_handlers": handlers,
+        "log_with": tracker,
+        "project_dir": out,
+        "mixed_precision": "no",
+    }
     accelerator = Accelerator(cpu=choose_device().type == "cpu", **settings)
     if recipe.batch_size % accelerator.num_processes:
-        raise InputError(f"batch_size {recipe.batch_size} must be a multiple of the {accelerator.num_processes} processes")
+        raise InputError(
+            f"batch_size {recipe.batch_size} must be a multiple of the "
+            f"{accelerator.num_processes} processes"
+        )
     if accelerator.num_processes > 1:
         leave_group_at_exit()
         given = [None] * accelerator.num_processes
         torch.distributed.all_gather_object(given, recipe.to_toml())
         if len(set(given)) > 1:
-            raise InputError("the processes were given different settings; start all nodes with the same recipe and the same --set")
+            raise InputError(
+                "the processes were given different settings; start all nodes with "
+                "the same recipe and the same --set"
+            )
     return accelerator
 
 
 def wrap(recipe: Recipe, decoder: CausalDecoder, accelerator: Accelerator):
-    "The module that exchanges gradients: the decoder itself for one process, sliced for FSDP2, else data-parallel."
+    """The module that exchanges gradients: the decoder itself for one process, sliced for FSDP2,
+    else data-parallel.
+    """
     if accelerator.num_processes > 1 and recipe.sharding == "fsdp":
         return shard(decoder, decoder.compute_dtype or torch.float32)
     with warnings.catch_warnings():
@@ -477,11 +638,20 @@ class Training:
     "A prepared run: model, data, optimizer and objective on this process."
 
     def __init__(
-        self, recipe: Recipe, out: str | Path, examples=None, resume: bool = False, say: Callable[[str], None] = print, heldout=None
+        self,
+        recipe: Recipe,
+        out: str | Path,
+        examples=None,
+        resume: bool = False,
+        say: Callable[[str], None] = print,
+        heldout=None,
     ):
         self.accelerator = make_accelerator(recipe, out)
-        self.recipe, self.world, self.rank = recipe, self.accelerator.num_processes, self.accelerator.process_index
-        self.main, self.say = self.rank == 0, say if self.rank == 0 else lambda text: None
+        self.recipe = recipe
+        self.world = self.accelerator.num_processes
+        self.rank = self.accelerator.process_index
+        self.main = self.rank == 0
+        self.say = say if self.rank == 0 else lambda text: None
         self.folder = RunFolder(out, self.main)
         try:
             prepare(self, examples, resume, heldout)
@@ -490,7 +660,9 @@ class Training:
             raise
 
     def step(self, step: int) -> dict:
-        "One optimizer step; returns dataset, loss terms, learning rate, gradient norm, tokens and seconds."
+        """One optimizer step; returns dataset, loss terms, learning rate, gradient norm, tokens and
+        seconds.
+        """
         began = time.perf_counter()
         batch = self.batches.take(step)
         seed_step(self.recipe, step, self.rank)
@@ -501,7 +673,13 @@ class Training:
             tokens = torch.tensor([batch.num_tokens]).to(self.accelerator.device, non_blocking=True)
             tokens = global_sum(self.accelerator, tokens)
         seconds = round(time.perf_counter() - began, 4)
-        return {"dataset": self.data.plan.dataset(step), **terms, **moved, "tokens": int(tokens), "seconds": seconds}
+        return {
+            "dataset": self.data.plan.dataset(step),
+            **terms,
+            **moved,
+            "tokens": int(tokens),
+            "seconds": seconds,
+        }
 
     def close(self) -> None:
         "End the thread and the trackers, and let others have the folder."
@@ -514,12 +692,19 @@ class Training:
 TRUSTED_COSINE = 0.9  # of the gradients in float32 and in the dtype of the run
 
 
-def _gradient(objective, decoder: CausalDecoder, batch: TokenBatch, dtype: torch.dtype) -> list[torch.Tensor]:
-    "The gradient of every trained parameter, matrix products in `dtype`; nothing is left in the model."
-    own, trained = decoder.compute_dtype, [p for p in decoder.parameters() if p.requires_grad]
+def _gradient(
+    objective, decoder: CausalDecoder, batch: TokenBatch, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The gradient of every trained parameter, matrix products in `dtype`; nothing is left in the
+    model.
+    """
+    own = decoder.compute_dtype
+    trained = [p for p in decoder.parameters() if p.requires_grad]
     decoder.compute_dtype = dtype
     try:
-        return torch.autograd.grad(objective.part_loss(decoder, batch), trained, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(
+            objective.part_loss(decoder, batch), trained, allow_unused=True, materialize_grads=True
+        )
     finally:
         decoder.compute_dtype = own
 
@@ -534,9 +719,17 @@ def gradient_cosine(
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     kind = {} if device.type == "cpu" else {"device_type": device.type}
     with torch.random.fork_rng(devices, **kind), evaluating(decoder):
-        exact, rounded = (_gradient(objective, decoder, batch, dtype) for dtype in (torch.float32, decoder.compute_dtype))
-    product = lambda ours, theirs: sum((a * b).sum(dtype=torch.float64) for a, b in zip(ours, theirs, strict=True))
-    return (product(exact, rounded) / (product(exact, exact) * product(rounded, rounded)).sqrt()).item()
+        exact, rounded = (
+            _gradient(objective, decoder, batch, dtype)
+            for dtype in (torch.float32, decoder.compute_dtype)
+        )
+
+    def product(ours, theirs):
+        return sum((a * b).sum(dtype=torch.float64) for a, b in zip(ours, theirs, strict=True))
+
+    return (
+        product(exact, rounded) / (product(exact, exact) * product(rounded, rounded)).sqrt()
+    ).item()
 
 # %% ../../nbs/train/40_loop.ipynb #4810baf7
 def _not_compared(recipe: Recipe, decoder: CausalDecoder, world: int) -> str:
@@ -568,7 +761,10 @@ def compare_gradients(
         dtype = str(embedder.decoder.compute_dtype).removeprefix("torch.")
         other = ', or decode_opening = "encode"' * (recipe.objective.decode_opening != "encode")
         found = f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in {dtype} have a cosine of {cosine:.2f}"
-        warnings.warn(f'{found}: the first steps would follow rounding errors; set dtype = "float32"{other}', stacklevel=2)
+        warnings.warn(
+            f'{found}: the first steps would follow rounding errors; set dtype = "float32"{other}',
+            stacklevel=2,
+        )
     return {"cosine": round(cosine, 4), "pairs": len(pairs)}
 
 
@@ -577,21 +773,27 @@ def first_comparison(run: "Training") -> dict:
     card = run.folder.path / "card.json"
     if run.first:
         return read_card(card).get("gradients", {}) if card.exists() else {}
-    return compare_gradients(run.recipe, run.embedder, run.data.batch(0, run.rank, run.world), run.world)
+    return compare_gradients(
+        run.recipe, run.embedder, run.data.batch(0, run.rank, run.world), run.world
+    )
 
 # %% ../../nbs/train/40_loop.ipynb #f59fc3a5
 WATCHED = 64  # pairs that are watched, at most; and at most a batch
 
 
 def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[list[Example], str]:
-    "Pairs for what an objective watches, and in words which they are; none where the run trains on all pairs."
+    """Pairs for what an objective watches, and in words which they are; none where the run trains
+    on all pairs.
+    """
     if not any(map(run.objective.watches, range(run.recipe.steps))):
         return [], ""
-    number = max(2, min(WATCHED, run.recipe.batch_size))  # so it costs less than a step, whatever the batch
+    # so it costs less than a step, whatever the batch
+    number = max(2, min(WATCHED, run.recipe.batch_size))
     words = "held-out pairs"
     if heldout is None:
         rows = run.data.unseen(run.recipe.steps, number)
-        heldout, words = [run.data.examples[row] for row in rows], "pairs that the run does not train on"
+        heldout = [run.data.examples[row] for row in rows]
+        words = "pairs that the run does not train on"
     if min(number, len(heldout)) < max(2, run.world):  # every process needs one
         return [], "the batch that is trained on next, because the run trains on all pairs"
     return list(heldout[:number]), f"{min(len(heldout), number)} {words}"
@@ -604,7 +806,9 @@ def watched_batch(run: Training, rank: int, world: int) -> TokenBatch:
 
 
 def first_yardstick(run: Training) -> dict[str, float]:
-    "What the figures are held against, where a run begins; what its card says already where it goes on."
+    """What the figures are held against, where a run begins; what its card says already where it
+    goes on.
+    """
     card = run.folder.path / "card.json"
     if run.first:
         return read_card(card).get("yardstick", {}) if card.exists() else {}
@@ -619,19 +823,32 @@ def first_yardstick(run: Training) -> dict[str, float]:
 # %% ../../nbs/train/40_loop.ipynb #8aab21da
 def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
     "Raise `InputError` for a name among `lora_targets` that no layer has."
-    adapted = {name.rpartition(".")[2] for name, module in decoder.named_modules() if hasattr(module, "lora_A")}
+    adapted = {
+        name.rpartition(".")[2]
+        for name, module in decoder.named_modules()
+        if hasattr(module, "lora_A")
+    }
     for target in recipe.lora_targets or ():
         if target != "all-linear" and target.rpartition(".")[2] not in adapted:
-            raise InputError(f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(adapted))}")
+            raise InputError(
+                f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(adapted))}"
+            )
 
 
 def began_with(run: Training) -> float:  # tokens; inf for a run that starts anew
     "The token budget that a run which goes on was begun with."
     card = run.folder.path / "card.json"
-    return read_card(card).get("token_budget", math.inf) if run.first and card.exists() else math.inf
+    return (
+        read_card(card).get("token_budget", math.inf) if run.first and card.exists() else math.inf
+    )
 
 
-def prepare(run: Training, examples: Sequence[Example] | None, resume: bool, heldout: Sequence[Example] | None = None) -> None:
+def prepare(
+    run: Training,
+    examples: Sequence[Example] | None,
+    resume: bool,
+    heldout: Sequence[Example] | None = None,
+) -> None:
     "Fill a run: folder, data, model, objective and optimizer. Raises `InputError`."
     recipe = run.recipe
     if run.main:
@@ -643,10 +860,15 @@ def prepare(run: Training, examples: Sequence[Example] | None, resume: bool, hel
         run.say(resume_line(run.folder.path, run.first))
     start = run.folder.checkpoint(run.first) if run.first else None
     given = examples, {"data": "given by the caller"}
-    examples, source = load_examples(recipe, run.say, None if run.main else False) if examples is None else given
+    examples, source = (
+        load_examples(recipe, run.say, None if run.main else False) if examples is None else given
+    )
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
     run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
-    run.decoder, run.objective = run.embedder.decoder, recipe.objective.prepared(run.embedder.tokenizer)
+    run.decoder, run.objective = (
+        run.embedder.decoder,
+        recipe.objective.prepared(run.embedder.tokenizer),
+    )
     check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source)
@@ -660,7 +882,8 @@ def prepare(run: Training, examples: Sequence[Example] | None, resume: bool, hel
 # %% ../../nbs/train/40_loop.ipynb #e3855702
 def update_weights(run: Training, step: int) -> dict[str, float]:  # learning rate and gradient norm
     "Clip the gradients, move the weights, forget the gradients."
-    rate, norm = learning_rate(run.recipe, step), clip_gradients(run.optimizer, run.recipe.max_grad_norm)
+    rate = learning_rate(run.recipe, step)
+    norm = clip_gradients(run.optimizer, run.recipe.max_grad_norm)
     check_finite({"gradient norm": norm}, step, run.folder)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -673,25 +896,58 @@ class SharedEmbedder(Embedder):
     "An embedder whose texts all processes encode together; each must ask for the same ones."
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        own = embedder.tokenizer, embedder.pooling, embedder.soft_tokens, embedder.decode_opening, embedder.instructions
+        own = (
+            embedder.tokenizer,
+            embedder.pooling,
+            embedder.soft_tokens,
+            embedder.decode_opening,
+            embedder.instructions,
+        )
         super().__init__(embedder.decoder, *own)
         self.accelerator = accelerator
 
-    def encode(self, texts, instruction=None, batch_tokens=8192, normalize=False, progress=None, refine_steps=None) -> np.ndarray:
+    def encode(
+        self,
+        texts,
+        instruction=None,
+        batch_tokens=8192,
+        normalize=False,
+        progress=None,
+        refine_steps=None,
+    ) -> np.ndarray:
         "See `encode_texts`; raises `InputError` when the processes ask for different texts."
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        world = self.accelerator.num_processes
+        rank = self.accelerator.process_index
         progress = progress if rank == 0 else False
-        if world == 1 or is_sharded(self.decoder) or not isinstance(texts, list | tuple) or len(texts) < world:
-            return super().encode(texts, instruction, batch_tokens, normalize, progress, refine_steps)
+        if (
+            world == 1
+            or is_sharded(self.decoder)
+            or not isinstance(texts, list | tuple)
+            or len(texts) < world
+        ):
+            return super().encode(
+                texts, instruction, batch_tokens, normalize, progress, refine_steps
+            )
         check_same_texts(self.accelerator, texts)
-        told = [instruction] * len(texts) if instruction is None or isinstance(instruction, str) else instruction
+        told = (
+            [instruction] * len(texts)
+            if instruction is None or isinstance(instruction, str)
+            else instruction
+        )
         rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
-        shares = [[rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)] for r in range(world)]
+        shares = [
+            [rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)]
+            for r in range(world)
+        ]
         mine = shares[rank]
         settings = (batch_tokens, normalize, progress, refine_steps)
         found = super().encode([texts[row] for row in mine], [told[row] for row in mine], *settings)
         vectors = np.empty((len(texts), *found.shape[1:]), np.float32)
-        for share, part in zip(shares, gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)), strict=True):
+        for share, part in zip(
+            shares,
+            gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)),
+            strict=True,
+        ):
             vectors[share] = part.cpu().numpy()
         return vectors
 
@@ -699,19 +955,36 @@ class SharedEmbedder(Embedder):
 def check_same_texts(accelerator: Accelerator, texts: Sequence[str]) -> None:
     "Raise `InputError` when the processes hold different texts."
     digest = zlib.crc32("\0".join(texts).encode(errors="surrogatepass"))
-    if len({int(part) for part in gather_rows(accelerator, torch.tensor([digest], device=accelerator.device))}) > 1:
-        raise InputError("the processes were to encode different texts; an evaluation must do the same on each of them")
+    if (
+        len(
+            {
+                int(part)
+                for part in gather_rows(
+                    accelerator, torch.tensor([digest], device=accelerator.device)
+                )
+            }
+        )
+        > 1
+    ):
+        raise InputError(
+            "the processes were to encode different texts; an evaluation must do the "
+            "same on each of them"
+        )
 
 # %% ../../nbs/train/40_loop.ipynb #671340ee
 def _measure(run: Training, step: int) -> dict[str, float]:
-    "What the objective watches beside its loss: for Stage I the anchor gain, and its share of the ceiling."
+    """What the objective watches beside its loss: for Stage I the anchor gain, and its share of the
+    ceiling.
+    """
     if not run.objective.watches(step):
         return {}
     own = run.rank, run.world
     if run.watched:
-        batch, places = watched_batch(run, *own), range(run.rank, len(run.watched), run.world)
+        batch = watched_batch(run, *own)
+        places = range(run.rank, len(run.watched), run.world)
     else:
-        batch, places = run.data.batch(step, *own, as_given=True), run.data.places(step, *own)
+        batch = run.data.batch(step, *own, as_given=True)
+        places = run.data.places(step, *own)
     run.decoder.eval()
     found = run.objective.watch(run.decoder, batch, run.accelerator, places, run.card["yardstick"])
     run.decoder.train()
@@ -732,7 +1005,8 @@ def _is_due(every: int, done: int, steps: int) -> bool:
 
 def _save(run: Training, done: int) -> None:
     "A checkpoint after step `done`, and the old ones pruned."
-    if done != run.saved:  # every process knows it by itself: one that looked at the disk might come too late
+    # every process knows it by itself: one that looked at the disk might come too late
+    if done != run.saved:
         run.saved = done
         save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer, run.main)
         if run.main:
@@ -745,8 +1019,12 @@ def _log(run: Training, done: int, line: dict, bar) -> None:
     run.folder.append("metrics.jsonl", step=done, **line)
     if run.accelerator.trackers:
         numbers = {key: value for key, value in line.items() if not isinstance(value, str)}
-        run.accelerator.log({**numbers, f"loss/{line['dataset'] or 'pairs'}": line["loss"]}, step=done)
-    bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens'] / line['seconds']:.0f} tokens/s", refresh=False)
+        run.accelerator.log(
+            {**numbers, f"loss/{line['dataset'] or 'pairs'}": line["loss"]}, step=done
+        )
+    bar.set_postfix_str(
+        f"loss {line['loss']:.3f}, {line['tokens'] / line['seconds']:.0f} tokens/s", refresh=False
+    )
     bar.update()
 
 
@@ -754,31 +1032,47 @@ def _answer(run: Training, stop: StopSignals, done: int) -> None:
     "Raise `Stopped`, with a checkpoint saved, when any process was told to stop."
     received = torch.tensor([stop.received == number for number in STOP_SIGNALS]).int()
     received = received.to(run.accelerator.device, non_blocking=True)
-    heard = [number for number, times in zip(STOP_SIGNALS, global_sum(run.accelerator, received).tolist(), strict=True) if times]
+    heard = [
+        number
+        for number, times in zip(
+            STOP_SIGNALS, global_sum(run.accelerator, received).tolist(), strict=True
+        )
+        if times
+    ]
     if heard:
         number = heard[0]
         _save(run, done)
         where = f"its checkpoint is {run.folder.checkpoint(done)}"
-        raise Stopped(f"stopped by {number.name} after step {done} of {run.recipe.steps}: {where}", number)
+        raise Stopped(
+            f"stopped by {number.name} after step {done} of {run.recipe.steps}: {where}", number
+        )
 
 # %% ../../nbs/train/40_loop.ipynb #3f97d8d2
 def train(
     recipe: Recipe,
     out: str | Path,  # run folder
     examples: Sequence[Example] | None = None,  # in place of the data the recipe names
-    evaluate: Callable[[Embedder], dict | list[dict]] | None = None,  # figures to log before, during (`eval_every`) and after; every process calls it
+    # figures to log before, during (`eval_every`) and after; every process calls it
+    evaluate: Callable[[Embedder], dict | list[dict]] | None = None,
     resume: bool = False,  # go on from the newest checkpoint in `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
-    heldout: Sequence[Example] | None = None,  # pairs that what is watched is measured on; None: such as the run does not train on
-    on_step: Callable[[dict], None] | None = None,  # the main process calls it with each line of metrics.jsonl, as `LossCurve` wants it
+    # pairs that what is watched is measured on; None: such as the run does not train on
+    heldout: Sequence[Example] | None = None,
+    # the main process calls it with each line of metrics.jsonl, as `LossCurve` wants it
+    on_step: Callable[[dict], None] | None = None,
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
-    "Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped` when it was told to stop."
+    """Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped`
+    when it was told to stop.
+    """
     run = Training(recipe, out, examples, resume, say, heldout)
     shown = progress if run.main else False
     try:
         run.say(f"{recipe.name}: {write_card(run)}")
-        with StopSignals() as stop, progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
+        with (
+            StopSignals() as stop,
+            progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar,
+        ):
             _loop(run, evaluate, stop, bar, on_step)
         return finish(run)
     finally:
@@ -791,7 +1085,8 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)
     for step in range(run.first, recipe.steps):
-        done, gain = step + 1, _measure(run, step)
+        done = step + 1
+        gain = _measure(run, step)
         line = run.step(step) | gain
         _log(run, done, line, bar)
         if on_step and run.main:
@@ -804,12 +1099,23 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
 
 # %% ../../nbs/train/40_loop.ipynb #a04c0fd2
 def write_card(run: Training) -> str:
-    "Write card.json; returns one line for the log. Raises `InputError` when the data are not those the run began with."
-    recipe, path = run.recipe, run.folder.path / "card.json"
+    """Write card.json; returns one line for the log. Raises `InputError` when the data are not
+    those the run began with.
+    """
+    recipe = run.recipe
+    path = run.folder.path / "card.json"
     before = read_card(path) if run.first and path.exists() else {}
     if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
-        raise InputError(f"{recipe.data}: the pairs are not those this run began with (see {path}); bring them back or choose another --out")
-    start = {"step": run.first, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": run.world, "commit": source_commit()}
+        raise InputError(
+            f"{recipe.data}: the pairs are not those this run began with (see "
+            f"{path}); bring them back or choose another --out"
+        )
+    start = {
+        "step": run.first,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "processes": run.world,
+        "commit": source_commit(),
+    }
     packages = ("torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
@@ -821,11 +1127,15 @@ def write_card(run: Training) -> str:
     }  # fmt: skip
     if run.main:
         write_text(path, json.dumps(card, indent=1, ensure_ascii=False) + "\n")
-    trackers = {key: value if isinstance(value, int | float | str) else str(value) for key, value in recipe.to_dict().items()}
+    trackers = {
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in recipe.to_dict().items()
+    }
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
     total, trained = run.parameters.values()
     pool = f"; {pool}" if pool != "none" else ""
-    pairs, steps = counted(len(run.data.examples), "pair"), counted(recipe.steps, "step")
+    pairs = counted(len(run.data.examples), "pair")
+    steps = counted(recipe.steps, "step")
     return f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of {recipe.batch_size}{pool}; {course_of_rate(recipe)}"
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
@@ -845,19 +1155,30 @@ def _save_final(run: Training, final: Path) -> None:
 
 def finish(run: Training) -> Path:
     "Save the result, and add the totals to the card."
-    final, lines = run.folder.path / "final", read_log(run.folder.path / "metrics.jsonl")
+    final = run.folder.path / "final"
+    lines = read_log(run.folder.path / "metrics.jsonl")
     _save_final(run, final)
     if run.main:
         seconds, tokens = (sum(line[key] for line in lines) for key in ("seconds", "tokens"))
         card = json.loads((run.folder.path / "card.json").read_text(encoding="utf-8"))
-        card |= {"seconds": round(seconds, 2), "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
-        write_text(run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+        card |= {
+            "seconds": round(seconds, 2),
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
+        }
+        write_text(
+            run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n"
+        )
     run.accelerator.wait_for_everyone()
     return final
 
 # %% ../../nbs/train/40_loop.ipynb #0f817be1
-def dry_run(recipe: Recipe, examples: Sequence[Example] | None = None, say: Callable[[str], None] = print) -> dict:
-    "Loss terms of the first batch, without training: q2d, d2q and loss, or infonce; counts of texts, tokens, negatives; see `compare_gradients`."
+def dry_run(
+    recipe: Recipe, examples: Sequence[Example] | None = None, say: Callable[[str], None] = print
+) -> dict:
+    """Loss terms of the first batch, without training: q2d, d2q and loss, or infonce; counts of
+    texts, tokens, negatives; see `compare_gradients`.
+    """
     examples = load_examples(recipe, say)[0] if examples is None else examples
     recipe = fit_to_device(recipe, choose_device(), say=say)
     embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
@@ -867,4 +1188,10 @@ def dry_run(recipe: Recipe, examples: Sequence[Example] | None = None, say: Call
     if "cosine" in found:
         terms["gradient_cosine"] = found["cosine"]
     negatives = sum(map(len, batch.negatives))
-    return {**terms, "pairs": len(batch), "texts": len(batch.texts), "tokens": batch.num_tokens, "negatives": negatives}
+    return {
+        **terms,
+        "pairs": len(batch),
+        "texts": len(batch.texts),
+        "tokens": batch.num_tokens,
+        "negatives": negatives,
+    }

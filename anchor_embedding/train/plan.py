@@ -33,26 +33,37 @@ from .recipe import AUTOMATIC, Pipeline, Recipe, load_recipe, shipped_recipes
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     "What the size of a decoder follows from."
+
     layers: int
-    hidden_size: int          # d
-    heads: int                # of queries
-    kv_heads: int             # of keys and values
+    hidden_size: int  # d
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
     head_dim: int
-    intermediate_size: int    # of the gated feed-forward part
-    vocab_size: int           # V
-    tied: bool = False        # head and token embeddings share their weights
+    intermediate_size: int  # of the gated feed-forward part
+    vocab_size: int  # V
+    tied: bool = False  # head and token embeddings share their weights
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    norms: int = 2            # of width d, in a layer
-    qk_norm: bool = False     # norms of width head_dim on queries and keys
+    norms: int = 2  # of width d, in a layer
+    qk_norm: bool = False  # norms of width head_dim on queries and keys
 
     @property
     def maps(self) -> dict[str, tuple[int, int]]:  # name → (inputs, outputs)
         "The linear maps of a layer."
-        d, f, q, kv = self.hidden_size, self.intermediate_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {"q_proj": (d, q), "k_proj": (d, kv), "v_proj": (d, kv), "o_proj": (q, d),
-                "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
+        d = self.hidden_size
+        f = self.intermediate_size
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        return {
+            "q_proj": (d, q),
+            "k_proj": (d, kv),
+            "v_proj": (d, kv),
+            "o_proj": (q, d),
+            "gate_proj": (d, f),
+            "up_proj": (d, f),
+            "down_proj": (f, d),
+        }
 
     @property
     def matrices(self) -> int:
@@ -68,7 +79,11 @@ class ModelShape:
 def count_parameters(shape: ModelShape) -> int:
     "Parameters of the whole model."
     out = {name: outputs for name, (_, outputs) in shape.maps.items()}
-    biases = {"qkv_bias": ("q_proj", "k_proj", "v_proj"), "o_bias": ("o_proj",), "mlp_bias": ("gate_proj", "up_proj", "down_proj")}
+    biases = {
+        "qkv_bias": ("q_proj", "k_proj", "v_proj"),
+        "o_bias": ("o_proj",),
+        "mlp_bias": ("gate_proj", "up_proj", "down_proj"),
+    }
     bias = sum(out[name] for key, names in biases.items() if getattr(shape, key) for name in names)
     norms = shape.norms * shape.hidden_size + 2 * shape.head_dim * shape.qk_norm
     layers = shape.layers * (shape.matrices + bias + norms)
@@ -77,32 +92,58 @@ def count_parameters(shape: ModelShape) -> int:
 # %% ../../nbs/train/20_plan.ipynb #b505019c
 def known_shapes() -> dict[str, ModelShape]:  # hub name → shape
     "The shapes that come with the package."
-    text = (files("anchor_embedding") / "resources" / "model_shapes.toml").read_text(encoding="utf-8")
-    return {name: ModelShape(**{k: v for k, v in entry.items() if k != "names"})
-            for entry in tomllib.loads(text).values() for name in entry["names"]}
+    text = (files("anchor_embedding") / "resources" / "model_shapes.toml").read_text(
+        encoding="utf-8"
+    )
+    return {
+        name: ModelShape(**{k: v for k, v in entry.items() if k != "names"})
+        for entry in tomllib.loads(text).values()
+        for name in entry["names"]
+    }
 
 # %% ../../nbs/train/20_plan.ipynb #e9c40900
 FAMILIES = {  # model_type → what its config.json may leave out
-    "llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 128},
-    "gemma": {"tied": True, "head_dim": 256}, "gemma3_text": {"tied": True, "norms": 4, "qk_norm": True, "head_dim": 256},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 128},
+    "gemma": {"tied": True, "head_dim": 256},
+    "gemma3_text": {"tied": True, "norms": 4, "qk_norm": True, "head_dim": 256},
 }
-UNUSED = {"mistral": ("o_bias", "mlp_bias"), "qwen2": ("o_bias", "mlp_bias")}  # what these never read
-_CONFIG = {"layers": "num_hidden_layers", "hidden_size": "hidden_size", "heads": "num_attention_heads",
-           "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate_size": "intermediate_size",
-           "vocab_size": "vocab_size", "tied": "tie_word_embeddings", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+# what these never read
+UNUSED = {"mistral": ("o_bias", "mlp_bias"), "qwen2": ("o_bias", "mlp_bias")}
+_CONFIG = {
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "o_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+}
 
 
 def shape_from_config(
-    config: Mapping,             # as in config.json
-    source: str = "config.json", # where it is from, for messages
+    config: Mapping,  # as in config.json
+    source: str = "config.json",  # where it is from, for messages
 ) -> ModelShape:
-    "The shape that a model's configuration states; InputError for a family that is not known, or when a number is missing."
+    """The shape that a model's configuration states; InputError for a family that is not known, or
+    when a number is missing.
+    """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise InputError(f"{source}: model_type {family!r} is not planned for; known: {', '.join(FAMILIES)}. Give `shape`")
+        raise InputError(
+            f"{source}: model_type {family!r} is not planned for; known: "
+            f"{', '.join(FAMILIES)}. Give `shape`"
+        )
     read = [(key, name) for key, name in _CONFIG.items() if key not in UNUSED.get(family, ())]
     found = {key: config[name] for key, name in read if config.get(name) is not None}
-    values = FAMILIES[family] | ({"qkv_bias": found["o_bias"]} if found.get("o_bias") else {}) | found
+    values = (
+        FAMILIES[family] | ({"qkv_bias": found["o_bias"]} if found.get("o_bias") else {}) | found
+    )
     values.setdefault("kv_heads", values.get("heads"))
     if "head_dim" not in values and values.get("heads"):
         values["head_dim"] = values.get("hidden_size", 0) // values["heads"]
@@ -136,8 +177,11 @@ def _cached(base):
 def find_shape(
     base: str,  # hub name, folder, or runs/<recipe>/final
 ) -> tuple[ModelShape, str]:  # and where it was found
-    "The shape of a recipe's base, from what is on this machine; InputError when it is not known here."
-    known, start = known_shapes(), base.removeprefix("runs/").removesuffix("/final")
+    """The shape of a recipe's base, from what is on this machine; InputError when it is not known
+    here.
+    """
+    known = known_shapes()
+    start = base.removeprefix("runs/").removesuffix("/final")
     if (Path(base) / "config.json").is_file():
         return _read_config(Path(base) / "config.json")
     if base in known:
@@ -147,8 +191,11 @@ def find_shape(
     if path := _cached(base):
         return _read_config(path)
     hint = closest(base, known, "the known ones are those of the paper and a few small ones")
-    raise InputError(f"the shape of {base!r} is not known: neither a folder with config.json, nor in the local hub cache, nor a known model "
-                     f"({hint}); name a folder that holds its config.json, or give `shape`")
+    raise InputError(
+        f"the shape of {base!r} is not known: neither a folder with config.json, nor "
+        "in the local hub cache, nor a known model "
+        f"({hint}); name a folder that holds its config.json, or give `shape`"
+    )
 
 # %% ../../nbs/train/20_plan.ipynb #b1227976
 def lora_maps(
@@ -159,7 +206,10 @@ def lora_maps(
     targets = shape.maps if recipe.lora_targets == ("all-linear",) else recipe.lora_targets
     unknown = [name for name in targets if name not in shape.maps]
     if unknown:
-        raise InputError(f"`lora_targets`: {unknown[0]!r} cannot be planned for; {closest(unknown[0], shape.maps)}")
+        raise InputError(
+            f"`lora_targets`: {unknown[0]!r} cannot be planned for; "
+            f"{closest(unknown[0], shape.maps)}"
+        )
     return {name: shape.maps[name] for name in targets}
 
 
@@ -174,22 +224,35 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     return count_parameters(shape) - unused * shape.embeddings + pause
 
 # %% ../../nbs/train/20_plan.ipynb #cbfcc891
-MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6, "opening": 5}  # tokens
+# tokens
+MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6, "opening": 5}
 
 # %% ../../nbs/train/20_plan.ipynb #5e7e21fa
 def measured_lengths(
-    examples: Sequence,   # with `query` and `positive`, for example an `ExampleStore`
+    examples: Sequence,  # with `query` and `positive`, for example an `ExampleStore`
     tokenizer: Callable,  # of transformers: texts → {"input_ids": …}
-    sample: int = 1000,   # pairs
-    room: tuple[float, float] = (math.inf, math.inf),  # tokens that every query and every document is cut to
+    sample: int = 1000,  # pairs
+    # tokens that every query and every document is cut to
+    room: tuple[float, float] = (math.inf, math.inf),
 ) -> dict[str, float]:  # for `mean_lengths`
     "Mean tokens of queries and documents, of a fixed random sample."
-    rows = [examples[i] for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))]
+    rows = [
+        examples[i]
+        for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))
+    ]
     if not rows:
         raise InputError("there are no pairs to measure")
-    ids = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]
-    mean = lambda texts, most: sum(min(len(text), most) for text in ids(texts)) / len(texts)
-    return {"query": mean([row.query for row in rows], room[0]), "document": mean([row.positive for row in rows], room[1])}
+
+    def ids(texts):
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def mean(texts, most):
+        return sum(min(len(text), most) for text in ids(texts)) / len(texts)
+
+    return {
+        "query": mean([row.query for row in rows], room[0]),
+        "document": mean([row.positive for row in rows], room[1]),
+    }
 
 # %% ../../nbs/train/20_plan.ipynb #9771e45d
 def _local_tokenizer(base: str):
@@ -198,14 +261,19 @@ def _local_tokenizer(base: str):
 
     with suppress(InputError):
         source = find_shape(base)[1].removesuffix("/config.json")
-        kept = cache_folder() / Path(source).name  # where this package keeps the model that it fetches itself
+        # where this package keeps the model that it fetches itself
+        kept = cache_folder() / Path(source).name
         with suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(kept if kept.is_dir() else source, local_files_only=True)
+            return AutoTokenizer.from_pretrained(
+                kept if kept.is_dir() else source, local_files_only=True
+            )
     return None
 
 
 def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_lengths`
-    "Mean tokens of a recipe's own data and template; None when the data or the base's tokenizer are not on this machine."
+    """Mean tokens of a recipe's own data and template; None when the data or the base's tokenizer
+    are not on this machine.
+    """
     from anchor_embedding.data.docstrings import docstring_pairs
     from anchor_embedding.data.store import open_examples
     from anchor_embedding.model.text import make_template
@@ -214,16 +282,25 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     tokenizer = _local_tokenizer(recipe.base) if there else None
     if tokenizer is None:
         return None
-    found = docstring_pairs().train if recipe.data == "docstrings" else open_examples(recipe.data, recipe.on_bad_row, say=lambda text: None)
+    found = (
+        docstring_pairs().train
+        if recipe.data == "docstrings"
+        else open_examples(recipe.data, recipe.on_bad_row, say=lambda text: None)
+    )
     made = make_template(tokenizer, recipe.template, recipe.eos_token or None)
     template = len(made.header) + len(made.footer) + 1
     told = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
     room = tuple(max(1, recipe.max_length - template - more) for more in (told, 0))
-    return measured_lengths(found, tokenizer, room=room) | {"template": template, "opening": len(made.opening)}
+    return measured_lengths(found, tokenizer, room=room) | {
+        "template": template,
+        "opening": len(made.opening),
+    }
 
 # %% ../../nbs/train/20_plan.ipynb #dd9705fd
 def _settled_lengths(recipe, given) -> dict[str, float]:
-    "Given mean lengths over the assumed ones; without a given opening it is the template without its EOS."
+    """Given mean lengths over the assumed ones; without a given opening it is the template without
+    its EOS.
+    """
     mean = MEAN_LENGTHS | ({"template": 1, "opening": 1} if recipe.template == "plain" else {})
     if "template" in given:
         mean["opening"] = max(1, given["template"] - 1)
@@ -237,7 +314,10 @@ def pair_tokens(
     "Mean tokens of one pair; InputError for a length that is not known or not above 0."
     for key, value in (mean_lengths or {}).items():
         if key not in MEAN_LENGTHS or not 0 <= value < math.inf:
-            raise InputError(f"mean length {key!r} = {value!r}: give numbers of tokens for {', '.join(MEAN_LENGTHS)}")
+            raise InputError(
+                f"mean length {key!r} = {value!r}: give numbers of tokens for "
+                f"{', '.join(MEAN_LENGTHS)}"
+            )
     mean = _settled_lengths(recipe, dict(mean_lengths or {}))
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
@@ -253,8 +333,11 @@ def pair_tokens(
 
 # %% ../../nbs/train/20_plan.ipynb #379175b0
 def _layer_flops(recipe, shape, lengths):
-    "(of frozen or trained maps, of attention, of adapters): forward, all layers, sequences of these lengths."
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
+    """(of frozen or trained maps, of attention, of adapters): forward, all layers, sequences of
+    these lengths.
+    """
+    tokens = sum(lengths)
+    squares = sum(length * length for length in lengths)
     adapters = trained_parameters(recipe, shape) if recipe.tuning == "lora" else 0
     attention = 4 * squares * shape.heads * shape.head_dim * shape.layers
     return 2 * tokens * shape.matrices * shape.layers, attention, 2 * tokens * adapters
@@ -267,11 +350,16 @@ def step_flops(
     processes: int = 1,
 ) -> dict[str, float]:  # part → operations of one step on all processes together
     "Floating-point operations of a step."
-    full, pairs = recipe.tuning == "full", recipe.batch_size
-    maps, attention, adapters = (pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded)))
+    full = recipe.tuning == "full"
+    pairs = recipe.batch_size
+    maps, attention, adapters = (
+        pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded))
+    )
     forward = maps + attention + adapters
-    own, at_once = pairs / processes, max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
-    again = recipe.objective.compares_texts * max(0.0, 1 - at_once / own)  # all but the first micro-batch
+    own = pairs / processes
+    at_once = max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
+    # all but the first micro-batch
+    again = recipe.objective.compares_texts * max(0.0, 1 - at_once / own)
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     soft = recipe.objective.soft_tokens
@@ -292,20 +380,32 @@ def layer_bytes(
 ) -> float:  # bytes a token
     "Activations kept in a layer for the backward pass, of one token."
     wide = 4 if recipe.dtype == "float32" else 2
-    d, f, q, kv = shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    d = shape.hidden_size
+    f = shape.intermediate_size
+    q = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     always = 4 * shape.norms * d + wide * (2 * q + 2 * kv + 2 * f)
     if recipe.tuning == "full":
         return always + wide * (2 * d + f)
     maps = lora_maps(recipe, shape)
     if recipe.lora_dropout:
         return always + 2 * wide * sum(inputs for inputs, _ in maps.values())
-    shared = {"q_proj": d, "k_proj": d, "v_proj": d}, {"gate_proj": d, "up_proj": d}, {"down_proj": f}
-    return always + wide * sum(max((width for name, width in group.items() if name in maps), default=0) for group in shared)
+    shared = (
+        {"q_proj": d, "k_proj": d, "v_proj": d},
+        {"gate_proj": d, "up_proj": d},
+        {"down_proj": f},
+    )
+    return always + wide * sum(
+        max((width for name, width in group.items() if name in maps), default=0) for group in shared
+    )
 
 # %% ../../nbs/train/20_plan.ipynb #a6e9e258
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
     "Tokens of a micro-batch, of both passes, whose activations are there at the same time."
-    return recipe.objective.pairs_at_once(recipe.batch_size / processes, sum(tokens.encoded)) * tokens.total
+    return (
+        recipe.objective.pairs_at_once(recipe.batch_size / processes, sum(tokens.encoded))
+        * tokens.total
+    )
 
 # %% ../../nbs/train/20_plan.ipynb #36f4c9d2
 CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `decoder`
@@ -313,20 +413,31 @@ CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `decod
 
 def activation_bytes(recipe: Recipe, shape: ModelShape, tokens: float) -> float:
     "Activations of this many tokens."
-    layer, stream = layer_bytes(recipe, shape), 4 * shape.hidden_size
-    return tokens * ((shape.layers * stream + layer) if recipe.activation_checkpointing else shape.layers * layer)
+    layer = layer_bytes(recipe, shape)
+    stream = 4 * shape.hidden_size
+    return tokens * (
+        (shape.layers * stream + layer) if recipe.activation_checkpointing else shape.layers * layer
+    )
 
 
 def copy_bytes(recipe: Recipe, shape: ModelShape, processes: int) -> float:
-    "What is not the weights themselves but made of them: bfloat16 copies, gathered layers and their gradients."
-    full, half = recipe.tuning == "full", recipe.dtype != "float32"
+    """What is not the weights themselves but made of them: bfloat16 copies, gathered layers and
+    their gradients.
+    """
+    full = recipe.tuning == "full"
+    half = recipe.dtype != "float32"
     root = shape.embeddings * (1 if shape.tied else 2)
     head = shape.embeddings * recipe.objective.uses_head
     if recipe.sharding == "fsdp" and processes > 1:
         gathered = root + 2 * shape.matrices
         return gathered * (2 if half else 4) + full * (root + shape.matrices) * (6 if half else 4)
     layers = shape.layers if full or not recipe.activation_checkpointing else 1
-    split = 0 if full else sum(inputs * outputs for inputs, outputs in lora_maps(recipe, shape).values())  # bfloat16 already
+    # bfloat16 already
+    split = (
+        0
+        if full
+        else sum(inputs * outputs for inputs, outputs in lora_maps(recipe, shape).values())
+    )
     return 2 * half * (layers * (shape.matrices - split) + head)
 
 # %% ../../nbs/train/20_plan.ipynb #577f85a5
@@ -338,14 +449,17 @@ def memory(
 ) -> dict[str, float]:  # part → bytes on every GPU
     "Memory of a training step on one GPU at its fullest."
     sharded = recipe.sharding == "fsdp" and processes > 1
-    share, trained = processes if sharded else 1, trained_parameters(recipe, shape)
+    share = processes if sharded else 1
+    trained = trained_parameters(recipe, shape)
     adapters = trained if recipe.tuning == "lora" else 0
     chunk = min(CHUNK_LOGITS, tokens_at_once(recipe, tokens, processes) * shape.vocab_size)
     return {
         "weights": 4 * (count_parameters(shape) + adapters) / share,
         "gradients": 4 * trained / share,
         "Adam moments": 8 * trained / share,
-        "gathered layers" if sharded else "copies in bfloat16": copy_bytes(recipe, shape, processes),
+        "gathered layers" if sharded else "copies in bfloat16": copy_bytes(
+            recipe, shape, processes
+        ),
         "activations": activation_bytes(recipe, shape, tokens_at_once(recipe, tokens, processes)),
         "logits": 16 * chunk * recipe.objective.uses_head,
     }
@@ -360,11 +474,12 @@ def largest_budget(
     recipe: Recipe,  # all numbers given
     shape: ModelShape,
     tokens: PairTokens,
-    limit: float,    # bytes that may be used
+    limit: float,  # bytes that may be used
     processes: int = 1,
 ) -> int:  # encode tokens of a micro-batch; below 0 where not even the weights fit
     "The largest `token_budget` with which a step stays within a limit."
-    parts = memory(recipe.replace(token_budget=2**30), shape, tokens, processes)  # the chunk of logits is full
+    # the chunk of logits is full
+    parts = memory(recipe.replace(token_budget=2**30), shape, tokens, processes)
     each = activation_bytes(recipe, shape, 1) * tokens.total / sum(tokens.encoded)
     return math.floor((limit - sum(parts.values()) + parts["activations"]) / each)
 
@@ -372,14 +487,20 @@ def largest_budget(
 def decide(
     recipe: Recipe,
     shape: ModelShape,
-    limit: float,           # bytes that may be used on each device, weights included
+    limit: float,  # bytes that may be used on each device, weights included
     processes: int = 1,
-    most: float = math.inf, # tokens beyond which a larger budget is not wanted
+    most: float = math.inf,  # tokens beyond which a larger budget is not wanted
 ) -> Recipe:  # without "auto"
-    "A recipe with what it leaves to the machine chosen for so much memory; what it says stays as it is."
-    row, tokens = longest_row(recipe), pair_tokens(recipe)
+    """A recipe with what it leaves to the machine chosen for so much memory; what it says stays as
+    it is.
+    """
+    row = longest_row(recipe)
+    tokens = pair_tokens(recipe)
     asked = {key: getattr(recipe, key) for key in AUTOMATIC}
-    plain = recipe.replace(token_budget=row if asked["token_budget"] == "auto" else asked["token_budget"], activation_checkpointing=False)
+    plain = recipe.replace(
+        token_budget=row if asked["token_budget"] == "auto" else asked["token_budget"],
+        activation_checkpointing=False,
+    )
     again = asked["activation_checkpointing"]
     if again == "auto":
         again = sum(memory(plain, shape, tokens, processes).values()) > limit
@@ -387,14 +508,18 @@ def decide(
     if asked["token_budget"] != "auto":
         return chosen
     budget = min(largest_budget(chosen, shape, tokens, limit, processes), most) // 1000 * 1000
-    return chosen.replace(token_budget=int(max(row, min(budget, row * (recipe.batch_size // processes)))))
+    return chosen.replace(
+        token_budget=int(max(row, min(budget, row * (recipe.batch_size // processes))))
+    )
 
 # %% ../../nbs/train/20_plan.ipynb #fbe7cbe6
 GPUS = {  # kind → (dense bfloat16 operations a second, bytes of memory)
-    "A100-80GB": (312e12, 80e9), "H100-80GB": (989e12, 80e9), "H200-141GB": (989e12, 141e9),
+    "A100-80GB": (312e12, 80e9),
+    "H100-80GB": (989e12, 80e9),
+    "H200-141GB": (989e12, 141e9),
 }
 SHARE_OF_PEAK = (0.35, 0.50)  # what training reaches, low and high
-FREE = 0.1                    # of a GPU's memory, for what the plan leaves out
+FREE = 0.1  # of a GPU's memory, for what the plan leaves out
 
 # %% ../../nbs/train/20_plan.ipynb #72c4330b
 def remedy(
@@ -408,7 +533,11 @@ def remedy(
     shards = [{"sharding": "fsdp"}] if processes > 1 and recipe.sharding == "none" else []
     again = [{"activation_checkpointing": True}] if not recipe.activation_checkpointing else []
     both = [shards[0] | again[0]] if shards and again else []
-    smaller = [2**k for k in range(15, 9, -1) if 2**k < recipe.token_budget] if recipe.objective.splits_by_budget else []
+    smaller = (
+        [2**k for k in range(15, 9, -1) if 2**k < recipe.token_budget]
+        if recipe.objective.splits_by_budget
+        else []
+    )
     budgets = [{"token_budget": budget} for budget in smaller]
     largest = (both or shards or again or [{}])[0]
     for change in [*again, *shards, *budgets[:2], *both, *(largest | budget for budget in budgets)]:
@@ -420,14 +549,15 @@ def remedy(
 @dataclass(frozen=True, repr=False)
 class Plan:
     "What a recipe will take on a number of processes."
+
     recipe: Recipe
     shape: ModelShape
-    source: str               # where the shape is from
-    processes: int            # one a GPU
-    gpus: tuple[str, ...]     # keys of `GPUS`
-    tokens: PairTokens        # of one pair
+    source: str  # where the shape is from
+    processes: int  # one a GPU
+    gpus: tuple[str, ...]  # keys of `GPUS`
+    tokens: PairTokens  # of one pair
     lengths: str = "assumed"  # where these are from: "assumed", "given", or "of the data"
-    chosen: str = ""          # what the recipe leaves to the machine, in words
+    chosen: str = ""  # what the recipe leaves to the machine, in words
 
     @property
     def flops(self) -> dict[str, float]:  # part → operations
@@ -443,7 +573,10 @@ class Plan:
     def hours(self) -> dict[str, tuple[float, float]]:  # kind of GPU → fewest, most
         "Hours of training, at a high and at a low share of the peak."
         total = sum(self.flops.values()) * self.recipe.steps / self.processes / 3600
-        return {gpu: tuple(total / GPUS[gpu][0] / share for share in reversed(SHARE_OF_PEAK)) for gpu in self.gpus}
+        return {
+            gpu: tuple(total / GPUS[gpu][0] / share for share in reversed(SHARE_OF_PEAK))
+            for gpu in self.gpus
+        }
 
     def to_dict(self) -> dict:
         "Everything as plain numbers, ready for JSON."
@@ -460,20 +593,34 @@ class Plan:
 # %% ../../nbs/train/20_plan.ipynb #e797898c
 def disk_bytes(plan: Plan) -> dict[str, float]:  # "checkpoint", "result", "all"
     "Bytes on disk of a checkpoint, of the result, and of a whole run."
-    recipe, trained, whole = plan.recipe, trained_parameters(plan.recipe, plan.shape), count_parameters(plan.shape)
+    recipe = plan.recipe
+    trained = trained_parameters(plan.recipe, plan.shape)
+    whole = count_parameters(plan.shape)
     checkpoint = 8 * trained + 4 * (trained if recipe.tuning == "lora" else whole)
     written = (recipe.steps - 1) // recipe.checkpoint_every if recipe.checkpoint_every else 0
     kept = min(written, recipe.keep_checkpoints or written)
     return {"checkpoint": checkpoint, "result": 4 * whole, "all": kept * checkpoint + 4 * whole}
 
 
-def verdicts(plan: Plan) -> dict[float, str]:  # bytes of a GPU → does it fit, and if not, what would
+def verdicts(
+    plan: Plan,
+) -> dict[float, str]:  # bytes of a GPU → does it fit, and if not, what would
     "Whether a recipe fits the memory of every kind of GPU of a plan."
-    needed, found = sum(plan.memory.values()), {}
+    needed = sum(plan.memory.values())
+    found = {}
     for size in sorted({GPUS[gpu][1] for gpu in plan.gpus}):
         limit = (1 - FREE) * size
-        change = "" if needed <= limit else remedy(plan.recipe, plan.shape, plan.tokens, plan.processes, limit)
-        change = f"set {change}" if change else 'take more processes with sharding = "fsdp"' + ' or tuning = "lora"' * (plan.recipe.tuning == "full")
+        change = (
+            ""
+            if needed <= limit
+            else remedy(plan.recipe, plan.shape, plan.tokens, plan.processes, limit)
+        )
+        change = (
+            f"set {change}"
+            if change
+            else 'take more processes with sharding = "fsdp"'
+            + ' or tuning = "lora"' * (plan.recipe.tuning == "full")
+        )
         words = f"does not fit in {size / 1e9:.0f} GB: {change}"
         found[size] = f"fits in {size / 1e9:.0f} GB" if needed <= limit else words
     return found
@@ -499,19 +646,30 @@ def plan_title(plan: Plan) -> str:
 
 def plan_rows(plan: Plan) -> dict[str, str]:  # question → answer
     "What a plan says, for people."
-    recipe, tokens, flops, parts, disk = plan.recipe, plan.tokens, sum(plan.flops.values()), plan.memory, disk_bytes(plan)
-    step, gigabytes = recipe.batch_size * tokens.total, {name: f"{size / 1e9:.1f} {name}" for name, size in parts.items() if size >= 5e7}
+    recipe = plan.recipe
+    tokens = plan.tokens
+    flops = sum(plan.flops.values())
+    parts = plan.memory
+    disk = disk_bytes(plan)
+    step = recipe.batch_size * tokens.total
+    gigabytes = {name: f"{size / 1e9:.1f} {name}" for name, size in parts.items() if size >= 5e7}
     share = "–".join(f"{100 * share:.0f}" for share in SHARE_OF_PEAK)
-    lengths = f"query {tokens.query:.0f}, document {tokens.document:.0f}" + (f", {tokens.negatives} negative(s)" if tokens.negatives else "")
+    lengths = f"query {tokens.query:.0f}, document {tokens.document:.0f}" + (
+        f", {tokens.negatives} negative(s)" if tokens.negatives else ""
+    )
     return {
-        "model": f"{plan.source}: {count_parameters(plan.shape):,} parameters, {trained_parameters(recipe, plan.shape):,} trained",
+        "model": f"{plan.source}: {count_parameters(plan.shape):,} parameters, "
+        f"{trained_parameters(recipe, plan.shape):,} trained",
         "a pair": f"mean tokens ({plan.lengths}): {lengths}; {tokens.total:.0f} in all passes",
-        "tokens": f"{_short(step)} a step of {recipe.batch_size} pairs, {_short(step * recipe.steps)} in {recipe.steps:,} steps",
+        "tokens": f"{_short(step)} a step of {recipe.batch_size} pairs, "
+        f"{_short(step * recipe.steps)} in {recipe.steps:,} steps",
         "operations": f"{_short(flops)}FLOP a step, {_short(flops * recipe.steps)}FLOP in all",
         **({"chosen": plan.chosen} if plan.chosen else {}),
         "memory, GB": f"{sum(parts.values()) / 1e9:.1f} a GPU: " + ", ".join(gigabytes.values()),
-        "hours": ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in plan.hours.items()) + f" (estimate: {share} % of peak)",
-        "disk, GB": f"{disk['all'] / 1e9:.1f}: result {disk['result'] / 1e9:.1f}, a checkpoint {disk['checkpoint'] / 1e9:.1f}",
+        "hours": ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in plan.hours.items())
+        + f" (estimate: {share} % of peak)",
+        "disk, GB": f"{disk['all'] / 1e9:.1f}: result {disk['result'] / 1e9:.1f}, a checkpoint "
+        f"{disk['checkpoint'] / 1e9:.1f}",
         "verdict": "; ".join(verdicts(plan).values()),
     }
 
@@ -524,18 +682,31 @@ def plan_text(title: str, rows: Mapping[str, str]) -> str:
 def plan_dict(plan: Plan) -> dict:
     "A plan as plain numbers."
     return {
-        "recipe": plan.recipe.name, "processes": plan.processes, "shape": asdict(plan.shape), "shape_source": plan.source,
-        "parameters": count_parameters(plan.shape), "trained_parameters": trained_parameters(plan.recipe, plan.shape),
-        "tokens_per_pair": asdict(plan.tokens), "lengths": plan.lengths, "token_budget": plan.recipe.token_budget,
-        "activation_checkpointing": plan.recipe.activation_checkpointing, "tokens_per_step": plan.recipe.batch_size * plan.tokens.total,
-        "steps": plan.recipe.steps, "flops_per_step": plan.flops, "memory": plan.memory, "memory_total": sum(plan.memory.values()),
-        "disk": disk_bytes(plan), "hours": plan.hours, "verdicts": {f"{size / 1e9:.0f} GB": words for size, words in verdicts(plan).items()},
+        "recipe": plan.recipe.name,
+        "processes": plan.processes,
+        "shape": asdict(plan.shape),
+        "shape_source": plan.source,
+        "parameters": count_parameters(plan.shape),
+        "trained_parameters": trained_parameters(plan.recipe, plan.shape),
+        "tokens_per_pair": asdict(plan.tokens),
+        "lengths": plan.lengths,
+        "token_budget": plan.recipe.token_budget,
+        "activation_checkpointing": plan.recipe.activation_checkpointing,
+        "tokens_per_step": plan.recipe.batch_size * plan.tokens.total,
+        "steps": plan.recipe.steps,
+        "flops_per_step": plan.flops,
+        "memory": plan.memory,
+        "memory_total": sum(plan.memory.values()),
+        "disk": disk_bytes(plan),
+        "hours": plan.hours,
+        "verdicts": {f"{size / 1e9:.0f} GB": words for size, words in verdicts(plan).items()},
     }
 
 # %% ../../nbs/train/20_plan.ipynb #7b1ed862
 @dataclass(frozen=True, repr=False)
 class PipelinePlan:
     "The plans of a pipeline's runs."
+
     name: str
     runs: dict[str, Plan]  # "arm/stage" → plan
 
@@ -551,22 +722,36 @@ class PipelinePlan:
 
     def to_dict(self) -> dict:
         "Everything as plain numbers, ready for JSON."
-        return {"pipeline": self.name, "runs": {name: run.to_dict() for name, run in self.runs.items()}, "hours": self.hours}
+        return {
+            "pipeline": self.name,
+            "runs": {name: run.to_dict() for name, run in self.runs.items()},
+            "hours": self.hours,
+        }
 
     def __str__(self):
-        texts = [plan_text(f"{name}: {plan_title(run)}", plan_rows(run)) for name, run in self.runs.items()]
+        texts = [
+            plan_text(f"{name}: {plan_title(run)}", plan_rows(run))
+            for name, run in self.runs.items()
+        ]
         return "\n\n".join([*texts, f"{self.name}, hours of all runs: {self.total()}"])
 
     __repr__ = __str__
 
     def _repr_html_(self):
-        tables = "".join(facts_html(f"{name}: {plan_title(run)}", plan_rows(run)) for name, run in self.runs.items())
+        tables = "".join(
+            facts_html(f"{name}: {plan_title(run)}", plan_rows(run))
+            for name, run in self.runs.items()
+        )
         return f"{tables}<p>{html.escape(self.name)}, hours of all runs: {self.total()}</p>"
 
 # %% ../../nbs/train/20_plan.ipynb #d9f783ae
 def told_choice(asked: Recipe, made: Recipe) -> str:
     "In words: what was chosen for a recipe, or nothing."
-    return ", ".join(f"{key} {json.dumps(getattr(made, key))}" for key in AUTOMATIC if getattr(asked, key) == "auto")
+    return ", ".join(
+        f"{key} {json.dumps(getattr(made, key))}"
+        for key in AUTOMATIC
+        if getattr(asked, key) == "auto"
+    )
 
 
 def _chosen(recipe, shape, processes, gpus):
@@ -588,25 +773,45 @@ def find_gpu(
 
 
 def plan(
-    recipe: Recipe | Pipeline | str,   # a recipe, a pipeline, or the name of a shipped one
-    processes: int = 1,                # one a GPU
-    gpus: Sequence[str] | None = None, # kinds of GPU to tell hours for; None: all of `GPUS`
+    recipe: Recipe | Pipeline | str,  # a recipe, a pipeline, or the name of a shipped one
+    processes: int = 1,  # one a GPU
+    gpus: Sequence[str] | None = None,  # kinds of GPU to tell hours for; None: all of `GPUS`
     mean_lengths: Mapping[str, float] | None = None,  # measured tokens, over `MEAN_LENGTHS`
-    shape: ModelShape | None = None,   # of the base, where it cannot be found
-    measure: bool = False,             # take the lengths of the recipe's data, where these are at hand
+    shape: ModelShape | None = None,  # of the base, where it cannot be found
+    # take the lengths of the recipe's data, where these are at hand
+    measure: bool = False,
 ) -> Plan | PipelinePlan:
-    "What training will take, by arithmetic alone; InputError for a base whose shape is not known and for wrong numbers."
+    """What training will take, by arithmetic alone; InputError for a base whose shape is not known
+    and for wrong numbers.
+    """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if processes < 1:
         raise InputError(f"processes = {processes}: must be at least 1")
     gpus = [find_gpu(gpu) for gpu in gpus or GPUS]
     if isinstance(recipe, Pipeline):
         stages = {f"{arm}/{stage.name}": stage for arm in recipe.arms for stage in recipe.arm(arm)}
-        return PipelinePlan(recipe.name, {name: plan(stage, processes, gpus, mean_lengths, shape, measure) for name, stage in stages.items()})
+        return PipelinePlan(
+            recipe.name,
+            {
+                name: plan(stage, processes, gpus, mean_lengths, shape, measure)
+                for name, stage in stages.items()
+            },
+        )
     if recipe.batch_size % processes:
-        raise InputError(f"`batch_size` = {recipe.batch_size} must be a multiple of the {processes} processes")
+        raise InputError(
+            f"`batch_size` = {recipe.batch_size} must be a multiple of the {processes} processes"
+        )
     found, source = (shape, recipe.base) if shape else find_shape(recipe.base)
     measured = lengths_at_hand(recipe) if measure and not mean_lengths else None
     origin = "given" if mean_lengths else "of the data" if measured else "assumed"
     recipe, chosen = _chosen(recipe, found, processes, gpus)
-    return Plan(recipe, found, source, processes, tuple(gpus), pair_tokens(recipe, mean_lengths or measured), origin, chosen)
+    return Plan(
+        recipe,
+        found,
+        source,
+        processes,
+        tuple(gpus),
+        pair_tokens(recipe, mean_lengths or measured),
+        origin,
+        chosen,
+    )

@@ -46,7 +46,13 @@ from anchor_embedding.common.settings import (
     refusal,
     settings_of,
 )
-from ..objectives.objective import Objective, find_objective, name_of, objective_names, objectives_with
+from anchor_embedding.objectives.objective import (
+    Objective,
+    find_objective,
+    name_of,
+    objective_names,
+    objectives_with,
+)
 
 # %% ../../nbs/train/10_recipe.ipynb #80d684b1
 def _ratios(entries):
@@ -78,10 +84,14 @@ class SubjectSettings(BaseModel):
     description: str = ""  # one line for lists
     objective: InstanceOf[Objective]  # in TOML its name, with its settings beside it
     base: NonEmpty  # model to start from: a hub name, a folder, or a name this package knows
-    data: NonEmpty  # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
-    sampling: Annotated[Texts, _RATIOS] = ()  # rows of a dataset used per pass, as a share of its rows
-    instructions: Annotated[str, _TABLE] = "none"  # "paper" is Table 6; "as_released" not on symmetric documents
-    on_bad_row: Literal["error", "skip"] = "error"  # a row that cannot be used stops, or is left out
+    # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
+    data: NonEmpty
+    # rows of a dataset used per pass, as a share of its rows
+    sampling: Annotated[Texts, _RATIOS] = ()
+    # "paper" is Table 6; "as_released" not on symmetric documents
+    instructions: Annotated[str, _TABLE] = "none"
+    # a row that cannot be used stops, or is left out
+    on_bad_row: Literal["error", "skip"] = "error"
 
 # %% ../../nbs/train/10_recipe.ipynb #cd1641fe
 def _names_both(prompt):
@@ -102,12 +112,17 @@ class TextSettings(BaseModel):
 
     model_config = STRICT
 
-    template: Literal["auto", "plain", "chat", "released"] = "auto"  # "chat": the model's own user turn; "auto": that where it has one
-    prompt: Annotated[str, _PROMPT] = "Instruct: {instruction}\nQuery: {text}"  # of a text that has an instruction
+    # "chat": the model's own user turn; "auto": that where it has one
+    template: Literal["auto", "plain", "chat", "released"] = "auto"
+    # of a text that has an instruction
+    prompt: Annotated[str, _PROMPT] = "Instruct: {instruction}\nQuery: {text}"
     eos_token: str = ""  # "" takes the tokenizer's own
-    pooling: Pooling = "eos"  # "echo_…": of the text's second copy; refinement: "mean" or "last" of the soft tokens
-    attention: Literal["causal", "bidirectional"] = "causal"  # bidirectional: a token also sees those after it, in the encode pass
-    max_length: Annotated[int, Field(ge=8)] = 512  # tokens of the encode input, template and EOS included
+    # "echo_…": of the text's second copy; refinement: "mean" or "last" of the soft tokens
+    pooling: Pooling = "eos"
+    # bidirectional: a token also sees those after it, in the encode pass
+    attention: Literal["causal", "bidirectional"] = "causal"
+    # tokens of the encode input, template and EOS included
+    max_length: Annotated[int, Field(ge=8)] = 512
 
 # %% ../../nbs/train/10_recipe.ipynb #a8f7f049
 class OptimisationSettings(BaseModel):
@@ -124,7 +139,8 @@ class OptimisationSettings(BaseModel):
     beta1: BelowOne = 0.9  # AdamW
     beta2: BelowOne = 0.999  # AdamW
     epsilon: Positive = 1e-8  # AdamW
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are clipped to this norm; inf = not at all
+    # gradients are clipped to this norm; inf = not at all
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # of the batch order and of dropout
 
 # %% ../../nbs/train/10_recipe.ipynb #f492f27e
@@ -137,7 +153,8 @@ class TuningSettings(BaseModel):
     lora_rank: Counting | None = None
     lora_alpha: Counting | None = None
     lora_dropout: BelowOne | None = None
-    lora_targets: Annotated[Texts, obeys(bool, "given; it is empty")] | None = None  # names of linear maps
+    # names of linear maps
+    lora_targets: Annotated[Texts, obeys(bool, "given; it is empty")] | None = None
 
 
 LORA = {
@@ -153,10 +170,14 @@ class RunSettings(BaseModel):
 
     model_config = STRICT
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16: autocast over float32 weights
-    token_budget: Annotated[int, Field(ge=8)] | Literal["auto"] = 8192  # tokens in a micro-batch; "auto": as many as fit
-    sharding: Literal["none", "fsdp"] = "none"  # "fsdp": weights, gradients and optimiser state are spread over the processes
-    activation_checkpointing: bool | Literal["auto"] = False  # less memory, a third slower; "auto": where they do not fit otherwise
+    # bfloat16: autocast over float32 weights
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # tokens in a micro-batch; "auto": as many as fit
+    token_budget: Annotated[int, Field(ge=8)] | Literal["auto"] = 8192
+    # "fsdp": weights, gradients and optimiser state are spread over the processes
+    sharding: Literal["none", "fsdp"] = "none"
+    # less memory, a third slower; "auto": where they do not fit otherwise
+    activation_checkpointing: bool | Literal["auto"] = False
     compile: bool = False  # torch.compile
     checkpoint_every: Natural = 0  # steps; 0 = only at the end
     keep_checkpoints: Natural = 0  # the newest ones; 0 = all
@@ -164,7 +185,8 @@ class RunSettings(BaseModel):
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # metrics go there too
 
 # %% ../../nbs/train/10_recipe.ipynb #62382b3e
-AUTOMATIC = ("token_budget", "activation_checkpointing")  # may be "auto": chosen when a run starts, for the memory that is free
+# may be "auto": chosen when a run starts, for the memory that is free
+AUTOMATIC = ("token_budget", "activation_checkpointing")
 GROUPS = {
     "subject": SubjectSettings,
     "text": TextSettings,
@@ -176,28 +198,41 @@ GROUPS = {
 # %% ../../nbs/train/10_recipe.ipynb #a6fc1ea5
 def _conflicts(recipe) -> Iterator[str]:
     "What is wrong with settings that cannot stand together, in whole sentences."
-    end, steps, warmup = recipe.schedule_steps, recipe.steps, recipe.warmup_steps
+    end = recipe.schedule_steps
+    steps = recipe.steps
+    warmup = recipe.warmup_steps
     if 0 < end < steps:
-        yield (f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = {steps}; "
-               "raise it, or give 0 for the same as `steps`")
+        yield (
+            f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = "
+            f"{steps}; "
+            "raise it, or give 0 for the same as `steps`"
+        )
     if warmup >= (end or steps):
-        yield (f"`warmup_steps` = {warmup}: the learning rate would never fall, because its schedule ends at step {end or steps}; "
-               "lower it, or give the `schedule_steps` of the longer run that this one is the beginning of")
+        yield (
+            f"`warmup_steps` = {warmup}: the learning rate would never fall, because its "
+            f"schedule ends at step {end or steps}; "
+            "lower it, or give the `schedule_steps` of the longer run that this one is the "
+            "beginning of"
+        )
     yield from recipe.objective.conflicts(recipe)
 
 
 def _with_adapters(settings: dict) -> dict:
-    "With the defaults of LoRA where that is the tuning; `InputError` for settings of LoRA where it is not."
+    """With the defaults of LoRA where that is the tuning; `InputError` for settings of LoRA where
+    it is not.
+    """
     if settings.get("tuning", "full") == "lora":
         return settings | {key: value for key, value in LORA.items() if settings.get(key) is None}
     for key in LORA:
         if settings.get(key) is not None:
-            raise InputError(f"`{key}` belongs to {owners(key)}; this recipe is 'full': leave it out")
+            raise InputError(
+                f"`{key}` belongs to {owners(key)}; this recipe is 'full': leave it out"
+            )
     return settings
 
 # %% ../../nbs/train/10_recipe.ipynb #4a9f57d1
 def owners(key: str) -> str:
-    "In words: what the setting `key` belongs to; \"\" for one that nothing has."
+    'In words: what the setting `key` belongs to; "" for one that nothing has.'
     if key in LORA:
         return "tuning 'lora'"
     names = objectives_with(key)
@@ -205,7 +240,9 @@ def owners(key: str) -> str:
 
 
 def _gathered(settings: Mapping) -> dict:
-    "Settings with those of the objective put into one; `InputError` for what the recipe does not have."
+    """Settings with those of the objective put into one; `InputError` for what the recipe does not
+    have.
+    """
     settings = dict(settings)
     given = settings.get("objective")
     if given is None:
@@ -218,7 +255,9 @@ def _gathered(settings: Mapping) -> dict:
         elif key not in Recipe.model_fields:
             if not owners(key):
                 check_known([key], [*Recipe.model_fields, *settings_of(kind)])
-            raise InputError(f"`{key}` belongs to {owners(key)}; this recipe is '{name_of(kind)}': leave it out")
+            raise InputError(
+                f"`{key}` belongs to {owners(key)}; this recipe is '{name_of(kind)}': leave it out"
+            )
     return _with_adapters(settings | {"objective": kind(**own)})
 
 # %% ../../nbs/train/10_recipe.ipynb #54513802
@@ -230,8 +269,12 @@ class Saved:
         write_text(path, self.to_toml())
 
 # %% ../../nbs/train/10_recipe.ipynb #49f85aa2
-class Recipe(Saved, RunSettings, TuningSettings, OptimisationSettings, TextSettings, SubjectSettings):
-    "One stage of training, complete and checked: making one with settings that do not fit raises InputError."
+class Recipe(
+    Saved, RunSettings, TuningSettings, OptimisationSettings, TextSettings, SubjectSettings
+):
+    """One stage of training, complete and checked: making one with settings that do not fit raises
+    InputError.
+    """
 
     def __init__(self, **settings):
         settings = _gathered(settings)
@@ -264,16 +307,27 @@ class Recipe(Saved, RunSettings, TuningSettings, OptimisationSettings, TextSetti
 
     def to_dict(self) -> dict:  # setting → value, ready for JSON or TOML
         "Every setting that is not off."
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings().items() if v is not None}
+        return {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in self.settings().items()
+            if v is not None
+        }
 
     def replace(self, **changes):  # a new Recipe
-        "The same recipe but for `changes`; with another objective or tuning, the settings of the old one go."
+        """The same recipe but for `changes`; with another objective or tuning, the settings of the
+        old one go.
+        """
         return replace_settings(self, changes)
 
-    def differences(self, other) -> dict:  # setting → (value here, value in `other`); None = that recipe has no such setting
-        "Where two recipes differ, but for name and description; of what only one objective has, what is not as usual there."
+    def differences(
+        self, other
+    ) -> dict:  # setting → (value here, value in `other`); None = that recipe has no such setting
+        """Where two recipes differ, but for name and description; of what only one objective has,
+        what is not as usual there.
+        """
         usual = settings_of(type(self.objective)) | settings_of(type(other.objective))
-        ours, theirs = self.settings(), other.settings()
+        ours = self.settings()
+        theirs = other.settings()
         found = {}
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if key in ("name", "description") or ours.get(key) == theirs.get(key):
@@ -305,7 +359,9 @@ def _keys(recipe) -> dict[str, list[str]]:
 
 # %% ../../nbs/train/10_recipe.ipynb #e06705cd
 def replace_settings(recipe: Recipe, changes: Mapping) -> Recipe:
-    "`recipe` with `changes`; what belonged to a replaced objective or tuning is dropped unless it is among them."
+    """`recipe` with `changes`; what belonged to a replaced objective or tuning is dropped unless it
+    is among them.
+    """
     values = recipe.settings()
     if "objective" in changes:
         wanted = changes["objective"]
@@ -321,21 +377,38 @@ def replace_settings(recipe: Recipe, changes: Mapping) -> Recipe:
 def _grouped(recipe):
     "group → {setting: value}."
     values = recipe.to_dict()
-    return {name: {key: values[key] for key in keys if key in values} for name, keys in _keys(recipe).items()}
+    return {
+        name: {key: values[key] for key in keys if key in values}
+        for name, keys in _keys(recipe).items()
+    }
 
 
 def _displayed(recipe):
     "The groups without what is off or stands in the title."
     unused = {"name", "description"} | ({"prompt"} if recipe.instructions == "none" else set())
-    off = lambda value: value in ("", [], "none") or (value == 0 and not isinstance(value, float))
-    hidden = lambda key, value: key in unused or (off(value) and key != "decode_opening")
-    return {name: {k: v for k, v in s.items() if not hidden(k, v)} for name, s in _grouped(recipe).items()}
+
+    def off(value):
+        return value in ("", [], "none") or (value == 0 and not isinstance(value, float))
+
+    def hidden(key, value):
+        return key in unused or (off(value) and key != "decode_opening")
+
+    return {
+        name: {k: v for k, v in s.items() if not hidden(k, v)}
+        for name, s in _grouped(recipe).items()
+    }
 
 
 def _shown(value):
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else repr(value)[1:-1] if isinstance(value, str) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else repr(value)[1:-1]
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 def show_text(recipe: Recipe) -> str:
@@ -351,8 +424,13 @@ def show_html(recipe: Recipe) -> str:
     rows = []
     for name, settings in _displayed(recipe).items():
         cells = [f"{k} = <b>{html.escape(_shown(v))}</b>" for k, v in settings.items()]
-        rows.append(f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{' · '.join(cells)}</td></tr>")
-    title = html.escape(f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name)
+        rows.append(
+            f"<tr><th style='text-align:left'>{name}</th><td "
+            f"style='text-align:left'>{' · '.join(cells)}</td></tr>"
+        )
+    title = html.escape(
+        f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    )
     return f"<table><caption style='text-align:left'>{title}</caption>{''.join(rows)}</table>"
 
 # %% ../../nbs/train/10_recipe.ipynb #bcbbcd12
@@ -362,7 +440,10 @@ def toml_value(value) -> str:
         return repr(value)
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if re.search("[\ud800-\udfff]", text):
-        raise InputError(f"{value!r} cannot be written as TOML: it holds a lone surrogate; replace that character")
+        raise InputError(
+            f"{value!r} cannot be written as TOML: it holds a lone surrogate; replace "
+            "that character"
+        )
     return text
 
 
@@ -383,17 +464,20 @@ class EvaluationPlan(Checked):
     prefix = "evaluation."
 
     pairs: Annotated[int, Field(ge=2)] = 500  # held-out pairs
-    every: Natural = 0  # steps of an arm's last stage between two evaluations, the first one before it; 0 = none
+    # steps of an arm's last stage between two evaluations, the first one before it; 0 = none
+    every: Natural = 0
 
 # %% ../../nbs/train/10_recipe.ipynb #72cec494
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pipeline(Saved):
     "Stages, and the arms that run them; InputError when they do not fit together."
-    name: str                          # its run lies in runs/<name>
-    description: str = ""              # one line for lists
-    stages: dict[str, Recipe]          # name → recipe
-    arms: dict[str, tuple[str, ...]]   # name → stages, first to last
-    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)  # of the last stage of every arm
+
+    name: str  # its run lies in runs/<name>
+    description: str = ""  # one line for lists
+    stages: dict[str, Recipe]  # name → recipe
+    arms: dict[str, tuple[str, ...]]  # name → stages, first to last
+    # of the last stage of every arm
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
 
     def __post_init__(self):
         for key, value in checked_pipeline(self).items():
@@ -420,13 +504,17 @@ class Pipeline(Saved):
         return "\n".join([_arms_text(self), *map(show_text, self.stages.values())])
 
     def _repr_html_(self):
-        return f"<pre>{html.escape(_arms_text(self))}</pre>" + "".join(map(show_html, self.stages.values()))
+        return f"<pre>{html.escape(_arms_text(self))}</pre>" + "".join(
+            map(show_html, self.stages.values())
+        )
 
 # %% ../../nbs/train/10_recipe.ipynb #30db0699
 def _arms_text(pipeline):
     "The lines of a pipeline that are not its stages."
     arms = [f"  arm {arm}: {' → '.join(stages)}" for arm, stages in pipeline.arms.items()]
-    plan = f"  evaluation: {pipeline.evaluation.pairs} pairs, every {pipeline.evaluation.every} steps"
+    plan = (
+        f"  evaluation: {pipeline.evaluation.pairs} pairs, every {pipeline.evaluation.every} steps"
+    )
     return "\n".join([f"Pipeline {pipeline.name}: {pipeline.description}", *arms, plan])
 
 # %% ../../nbs/train/10_recipe.ipynb #ba7e1b61
@@ -435,34 +523,57 @@ def checked_pipeline(pipeline: Pipeline) -> dict:  # "stages" and "arms" as the 
     check_setting("name", pipeline.name, Annotated[str, _FOLDER])
     check_setting("description", pipeline.description, str)
     stages = dict(pipeline.stages)
-    arms = {name: check_setting(f"arms.{name}", given, Texts) for name, given in pipeline.arms.items()}
+    arms = {
+        name: check_setting(f"arms.{name}", given, Texts) for name, given in pipeline.arms.items()
+    }
     if not stages or not arms or not all(arms.values()):
         raise InputError("a pipeline needs at least one stage, one arm, and a stage in every arm")
     for name in [*stages, *arms]:
         if not re.fullmatch(r"[\w-]+", name) or name == "evaluation":
-            raise InputError(f"a stage or an arm cannot be called {name!r}: use letters, digits, `_` and `-` (and not `evaluation`)")
+            raise InputError(
+                f"a stage or an arm cannot be called {name!r}: use letters, digits, "
+                "`_` and `-` (and not `evaluation`)"
+            )
     for arm, names in arms.items():
         for name in names:
             if name not in stages:
-                raise InputError(f"arm `{arm}` names the stage `{name}`, which is not there; {closest(name, stages)}")
+                raise InputError(
+                    f"arm `{arm}` names the stage `{name}`, which is not there; "
+                    f"{closest(name, stages)}"
+                )
     unused = set(stages).difference(*arms.values())
     if unused:
         raise InputError(f"stage `{sorted(unused)[0]}` is in no arm: name it in one, or remove it")
     if len({s.base for s in stages.values()}) > 1:
-        raise InputError("`base` differs between the stages; a pipeline has one (later stages start from the one before): set it in [shared]")
+        raise InputError(
+            "`base` differs between the stages; a pipeline has one (later stages "
+            "start from the one before): set it in [shared]"
+        )
     ends = {names[-1] for names in arms.values()}
     every = pipeline.evaluation.every
-    return {"arms": arms, "stages": {n: s.replace(name=n, eval_every=every if n in ends else 0) for n, s in stages.items()}}
+    return {
+        "arms": arms,
+        "stages": {
+            n: s.replace(name=n, eval_every=every if n in ends else 0) for n, s in stages.items()
+        },
+    }
 
 # %% ../../nbs/train/10_recipe.ipynb #6f2baf57
 def pipeline_dict(pipeline: Pipeline) -> dict:
     "name, description, shared, stages, arms, evaluation."
-    kept = lambda k, v: k not in ("name", "eval_every") and (k, v) != ("description", "")
-    stages = {n: {k: v for k, v in s.to_dict().items() if kept(k, v)} for n, s in pipeline.stages.items()}
+
+    def kept(k, v):
+        return k not in ("name", "eval_every") and (k, v) != ("description", "")
+
+    stages = {
+        n: {k: v for k, v in s.to_dict().items() if kept(k, v)} for n, s in pipeline.stages.items()
+    }
     first = next(iter(stages.values()))
     shared = {k: v for k, v in first.items() if all(k in s and s[k] == v for s in stages.values())}
     return {
-        "name": pipeline.name, "description": pipeline.description, "shared": shared,
+        "name": pipeline.name,
+        "description": pipeline.description,
+        "shared": shared,
         "stages": {n: {k: v for k, v in s.items() if k not in shared} for n, s in stages.items()},
         "arms": {n: list(s) for n, s in pipeline.arms.items()},
         "evaluation": {"pairs": pipeline.evaluation.pairs, "every": pipeline.evaluation.every},
@@ -472,8 +583,12 @@ def pipeline_dict(pipeline: Pipeline) -> dict:
 def pipeline_toml(pipeline: Pipeline) -> str:
     "The TOML of a pipeline: [shared], [stages.…], [arms], [evaluation]."
     doc = pipeline_dict(pipeline)
-    tables = {"shared": doc["shared"], **{f"stages.{n}": s for n, s in doc["stages"].items()},
-              "arms": doc["arms"], "evaluation": doc["evaluation"]}
+    tables = {
+        "shared": doc["shared"],
+        **{f"stages.{n}": s for n, s in doc["stages"].items()},
+        "arms": doc["arms"],
+        "evaluation": doc["evaluation"],
+    }
     head = toml_table({"name": doc["name"], "description": doc["description"]})
     return head + "".join(f"\n[{name}]\n{toml_table(values)}" for name, values in tables.items())
 
@@ -495,7 +610,9 @@ def kinds_of(kind: type) -> dict[str, Any]:  # setting → annotation
     "What the settings of a recipe, an objective or an evaluation may be."
     names = kind.model_fields if issubclass(kind, BaseModel) else settings_of(kind)
     hints = get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in names if name != "objective"} | ({"objective": str} if "objective" in names else {})
+    return {name: hints[name] for name in names if name != "objective"} | (
+        {"objective": str} if "objective" in names else {}
+    )
 
 
 def kind_of(
@@ -507,29 +624,39 @@ def kind_of(
         return kinds_of(Recipe)[key]
     names = objectives_with(key)
     if not names:
-        every = [name for kind in map(find_objective, objective_names()) for name in settings_of(kind)]
+        every = [
+            name for kind in map(find_objective, objective_names()) for name in settings_of(kind)
+        ]
         check_known([key], [*Recipe.model_fields, *dict.fromkeys(every), *more])
     return kinds_of(find_objective(names[0]))[key]
 
 # %% ../../nbs/train/10_recipe.ipynb #74052240
 def extended(
-    values: Mapping,       # settings of a stage, perhaps with `extends`
-    load: Callable | None, # the recipe of a name
+    values: Mapping,  # settings of a stage, perhaps with `extends`
+    load: Callable | None,  # the recipe of a name
 ) -> dict:  # the settings without `extends`
-    "Settings with those of the recipe they extend filled in; InputError when that is no recipe of one stage."
+    """Settings with those of the recipe they extend filled in; InputError when that is no recipe of
+    one stage.
+    """
     if "extends" not in values:
         return dict(values)
     own = {key: value for key, value in values.items() if key != "extends"}
     parent = (load or load_recipe)(check_setting("extends", values["extends"], str))
     if isinstance(parent, Pipeline):
-        raise InputError(f"`extends` = {values['extends']!r} is a pipeline: name a recipe of one stage")
+        raise InputError(
+            f"`extends` = {values['extends']!r} is a pipeline: name a recipe of one stage"
+        )
     inherited = replace_settings(parent, own).to_dict()
-    return {key: value for key, value in inherited.items() if key in own or key not in ("name", "description")} | own
+    return {
+        key: value
+        for key, value in inherited.items()
+        if key in own or key not in ("name", "description")
+    } | own
 
 
 def recipe_from_dict(
-    values: Mapping,                # as in a TOML file
-    load: Callable | None = None,   # finds what `extends` names; None: `load_recipe`
+    values: Mapping,  # as in a TOML file
+    load: Callable | None = None,  # finds what `extends` names; None: `load_recipe`
 ) -> Recipe:
     "A recipe from the settings of a TOML file."
     extends = values.get("extends")
@@ -539,7 +666,11 @@ def recipe_from_dict(
             kind_of(key)
     for key in ("name", "objective", "base", "data", "steps", "learning_rate"):
         if key not in values:
-            why = f"the name of {extends!r}, which it extends, is not its own" if extends else "a recipe has no default for it"
+            why = (
+                f"the name of {extends!r}, which it extends, is not its own"
+                if extends
+                else "a recipe has no default for it"
+            )
             raise InputError(f"`{key}` is missing: {why}")
     return Recipe(**values)
 
@@ -548,47 +679,77 @@ def _table(doc, key, default=None):
     "A table of a pipeline's file."
     table = doc.get(key, default)
     if not isinstance(table, dict):
-        raise InputError(f"[{key}] is missing or not a table; a pipeline has [shared], [stages.NAME], [arms] and [evaluation]")
+        raise InputError(
+            f"[{key}] is missing or not a table; a pipeline has [shared], "
+            "[stages.NAME], [arms] and [evaluation]"
+        )
     return table
 
 # %% ../../nbs/train/10_recipe.ipynb #aded0fd5
 def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
-    "A pipeline from the tables of a TOML file (or from `Pipeline.to_dict`); `load` as in `recipe_from_dict`."
+    """A pipeline from the tables of a TOML file (or from `Pipeline.to_dict`); `load` as in
+    `recipe_from_dict`.
+    """
     check_known(doc, ("name", "description", "shared", "stages", "arms", "evaluation"))
-    shared, tables, evaluation = _table(doc, "shared", {}), _table(doc, "stages"), _table(doc, "evaluation", {})
+    shared = _table(doc, "shared", {})
+    tables = _table(doc, "stages")
+    evaluation = _table(doc, "evaluation", {})
     check_known(evaluation, [f.name for f in fields(EvaluationPlan)])
     stages = {}
     for name in tables:
         own = _table(tables, name)
         for key in ("name", "eval_every"):
             if key in own or key in shared:
-                raise InputError(f"`{key}` does not belong in a stage of a pipeline: " +
-                                 ("a stage is named by its table" if key == "name" else "set `every` in [evaluation]"))
+                raise InputError(
+                    f"`{key}` does not belong in a stage of a pipeline: "
+                    + (
+                        "a stage is named by its table"
+                        if key == "name"
+                        else "set `every` in [evaluation]"
+                    )
+                )
         try:
-            parent = {k: v for k, v in extended(own, load).items() if k not in ("name", "eval_every")}
+            parent = {
+                k: v for k, v in extended(own, load).items() if k not in ("name", "eval_every")
+            }
             inherited = {k: v for k, v in shared.items() if takes(k, {**shared, **parent})}
-            stages[name] = recipe_from_dict({**parent, **inherited, **{k: v for k, v in own.items() if k != "extends"}, "name": name})
+            stages[name] = recipe_from_dict(
+                {
+                    **parent,
+                    **inherited,
+                    **{k: v for k, v in own.items() if k != "extends"},
+                    "name": name,
+                }
+            )
         except InputError as e:
             raise InputError(f"stage `{name}`: {e}") from None
     for key in shared:
         if not any(takes(key, s.to_dict()) for s in stages.values()):
-            raise InputError(f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out")
+            raise InputError(
+                f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out"
+            )
     if "name" not in doc:
         raise InputError("`name` is missing: a pipeline has no default for it")
     top = {key: doc[key] for key in ("name", "description") if key in doc}
-    return Pipeline(**top, stages=stages, arms=_table(doc, "arms"), evaluation=EvaluationPlan(**evaluation))
+    return Pipeline(
+        **top, stages=stages, arms=_table(doc, "arms"), evaluation=EvaluationPlan(**evaluation)
+    )
 
 # %% ../../nbs/train/10_recipe.ipynb #3fa3bf35
 def from_toml(
-    text: str,               # a TOML document
+    text: str,  # a TOML document
     source: str = "recipe",  # where it is from, for messages: usually the path
     load: Callable | None = None,  # finds what `extends` names; None: `load_recipe`
 ) -> Recipe | Pipeline:
-    "The recipe or pipeline written in `text`; InputError names `source`, and the line where the TOML itself is broken."
+    """The recipe or pipeline written in `text`; InputError names `source`, and the line where the
+    TOML itself is broken.
+    """
     try:
         doc = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise InputError(f"{source}: not TOML: {e}; text needs quotes, and a setting is `key = value`") from None
+        raise InputError(
+            f"{source}: not TOML: {e}; text needs quotes, and a setting is `key = value`"
+        ) from None
     try:
         return pipeline_from_dict(doc, load) if "stages" in doc else recipe_from_dict(doc, load)
     except InputError as e:
@@ -596,7 +757,7 @@ def from_toml(
 
 # %% ../../nbs/train/10_recipe.ipynb #55c8a3b6
 def _options(kind) -> Iterator:
-    "`Annotated[int, …] | Literal[\"auto\"]` → int, \"auto\"; tuple[str, ...] as it is."
+    '`Annotated[int, …] | Literal["auto"]` → int, "auto"; tuple[str, ...] as it is.'
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         for option in typing.get_args(kind):
             yield from _options(option)
@@ -625,7 +786,9 @@ def _converted(text, option):
 
 
 def parse_value(key: str, text: str, kind):
-    "Text in the type of its setting: true/false for bool, a comma between the items of a list, `none` for what may be off."
+    """Text in the type of its setting: true/false for bool, a comma between the items of a list,
+    `none` for what may be off.
+    """
     text = text.strip()
     for option in _options(kind):
         try:
@@ -648,7 +811,8 @@ def _split(items) -> dict:
 
 
 def parse_overrides(
-    items: Iterable[str] | Mapping = (),  # "key=value" or "stage.key=value"; or {key: value}, where text is parsed too
+    # "key=value" or "stage.key=value"; or {key: value}, where text is parsed too
+    items: Iterable[str] | Mapping = (),
     own: Mapping = {},  # setting → annotation, of an objective from outside the package
 ) -> dict:  # key → value of the right type
     "Overrides, typed by their settings; InputError for a key that no recipe has."
@@ -674,17 +838,26 @@ def _belongs(key):
 def _changes(pipeline, overrides):
     "stage → its changes, after every key has found its stages."
     changes = {name: {} for name in pipeline.stages}
-    for key in sorted(overrides, key=_belongs):     # what others belong to first
+    for key in sorted(overrides, key=_belongs):  # what others belong to first
         stage, _, name = key.rpartition(".")
         if stage and stage not in changes:
-            raise InputError(f"`{key}`: pipeline '{pipeline.name}' has no stage `{stage}`; {closest(stage, changes)}")
+            raise InputError(
+                f"`{key}`: pipeline '{pipeline.name}' has no stage `{stage}`; "
+                f"{closest(stage, changes)}"
+            )
         if name in ("name", "eval_every") or (stage and name == "base"):
-            hint = {"name": "stages keep their names", "eval_every": "set evaluation.every", "base": "set base, for all stages"}[name]
+            hint = {
+                "name": "stages keep their names",
+                "eval_every": "set evaluation.every",
+                "base": "set base, for all stages",
+            }[name]
             raise InputError(f"`{key}` cannot be set in a pipeline: {hint}")
         settings = {s: {**recipe.to_dict(), **changes[s]} for s, recipe in pipeline.stages.items()}
         fit = [s for s in changes if s == stage or (not stage and takes(name, settings[s]))]
         if not fit:
-            raise InputError(f"`{key}` belongs to {owners(name)}; no stage of '{pipeline.name}' is that")
+            raise InputError(
+                f"`{key}` belongs to {owners(name)}; no stage of '{pipeline.name}' is that"
+            )
         for s in fit:
             if f"{s}.{name}" not in overrides or stage:
                 changes[s][name] = overrides[key]
@@ -696,38 +869,57 @@ def with_share(
     changes: Mapping,  # setting → new value
     say: Callable[[str], None] | None = None,  # is told what else changes
 ) -> dict:  # `changes`, and the warm-up where they leave it open
-    "Changes of which other `steps` take the warm-up along: its share of the run stays, unless the schedule is given apart from the run."
+    """Changes of which other `steps` take the warm-up along: its share of the run stays, unless the
+    schedule is given apart from the run.
+    """
     steps = changes.get("steps", recipe.steps)
     apart = recipe.schedule_steps or {"warmup_steps", "schedule_steps"} & changes.keys()
     warmup = min(round(recipe.warmup_steps * steps / recipe.steps), steps - 1)
     if apart or warmup == recipe.warmup_steps:
         return dict(changes)
     if say:
-        say(f"{recipe.name}: steps = {steps} in place of {recipe.steps}, and the warm-up keeps its share: warmup_steps = {warmup} "
-            f"in place of {recipe.warmup_steps} (give warmup_steps for another)")
+        say(
+            f"{recipe.name}: steps = {steps} in place of {recipe.steps}, and the warm-up keeps its "
+            f"share: warmup_steps = {warmup} "
+            f"in place of {recipe.warmup_steps} (give warmup_steps for another)"
+        )
     return {**changes, "warmup_steps": warmup}
 
 # %% ../../nbs/train/10_recipe.ipynb #3c6ac4e9
 def override(
-    recipe: Recipe | Pipeline,            # what to change
-    overrides: Iterable[str] | Mapping,   # see `parse_overrides`
-    say: Callable[[str], None] | None = None,  # is told of a warm-up that changes along, see `with_share`
+    recipe: Recipe | Pipeline,  # what to change
+    overrides: Iterable[str] | Mapping,  # see `parse_overrides`
+    # is told of a warm-up that changes along, see `with_share`
+    say: Callable[[str], None] | None = None,
 ) -> Recipe | Pipeline:  # a new one
     "A recipe or pipeline with some settings changed; a key for one stage wins over a bare one."
     overrides = _split(overrides)
     stages = [recipe] if isinstance(recipe, Recipe) else recipe.stages.values()
-    named = [value for key, value in overrides.items() if key.rpartition(".")[2] == "objective" and isinstance(value, str)]
+    named = [
+        value
+        for key, value in overrides.items()
+        if key.rpartition(".")[2] == "objective" and isinstance(value, str)
+    ]
     objectives = [*(type(stage.objective) for stage in stages), *map(find_objective, named)]
     own = {key: annotation for kind in objectives for key, annotation in kinds_of(kind).items()}
     overrides = parse_overrides(overrides, own)
     if isinstance(recipe, Recipe):
         for key in overrides:
             if "." in key:
-                raise InputError(f"`{key}`: '{recipe.name}' is one stage; write {key.rpartition('.')[2]}=…")
+                raise InputError(
+                    f"`{key}`: '{recipe.name}' is one stage; write {key.rpartition('.')[2]}=…"
+                )
         return recipe.replace(**with_share(recipe, overrides, say))
     top = {key: overrides.pop(key) for key in ("name", "description") if key in overrides}
-    plan = {k.removeprefix("evaluation."): overrides.pop(k) for k in list(overrides) if k.startswith("evaluation.")}
-    changes = {name: with_share(recipe.stages[name], change, say) for name, change in _changes(recipe, overrides).items()}
+    plan = {
+        k.removeprefix("evaluation."): overrides.pop(k)
+        for k in list(overrides)
+        if k.startswith("evaluation.")
+    }
+    changes = {
+        name: with_share(recipe.stages[name], change, say)
+        for name, change in _changes(recipe, overrides).items()
+    }
     stages = {name: recipe.stages[name].replace(**change) for name, change in changes.items()}
     return replace(recipe, **top, stages=stages, evaluation=replace(recipe.evaluation, **plan))
 
@@ -744,12 +936,15 @@ def _files(folder, prefix=""):
 def shipped_recipes() -> dict[str, str]:  # name → one-line description
     "The recipes that come with the package; the general ones first, then those of every model."
     found = _files(files("anchor_embedding") / "recipes")
-    return {name: tomllib.loads(file.read_text(encoding="utf-8"))["description"] for name, file in found}
+    return {
+        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"] for name, file in found
+    }
 
 
 def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a folder
     "The shipped recipes whose name begins with `prefix`, for the terminal."
-    lines, last = [], ""
+    lines = []
+    last = ""
     for name, description in shipped_recipes().items():
         folder, _, short = name.rpartition("/")
         if name.startswith(prefix):
@@ -757,13 +952,16 @@ def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a fol
             lines.append("  " * bool(folder) + f"{short:{28 - 2 * bool(folder)}} {description}")
             last = folder
     if not lines:
-        raise InputError(f"no shipped recipe is called {prefix}…; `anchor recipes` lists all of them")
+        raise InputError(
+            f"no shipped recipe is called {prefix}…; `anchor recipes` lists all of them"
+        )
     return "\n".join(lines).lstrip("\n")
 
 # %% ../../nbs/train/10_recipe.ipynb #b835abce
 def _read(name_or_path, folder):
     "(text, folder that its `extends` counts from) of a shipped name or of a file."
-    path, shipped = Path(folder) / name_or_path, dict(_files(files("anchor_embedding") / "recipes"))
+    path = Path(folder) / name_or_path
+    shipped = dict(_files(files("anchor_embedding") / "recipes"))
     if str(name_or_path) in shipped:
         return shipped[str(name_or_path)].read_text(encoding="utf-8"), Path()
     try:
@@ -771,11 +969,20 @@ def _read(name_or_path, folder):
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the TOML file in it") from None
     except UnicodeDecodeError as e:
-        raise InputError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8") from None
+        raise InputError(
+            f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8"
+        ) from None
     except OSError as e:
         inside = [name for name in shipped if name.startswith(f"{name_or_path}/")]
-        hint = f"name one of its recipes, like `{inside[-1]}`" if inside else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
-        raise InputError(f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file ({e.strerror}); {hint}") from None
+        hint = (
+            f"name one of its recipes, like `{inside[-1]}`"
+            if inside
+            else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
+        )
+        raise InputError(
+            f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file "
+            f"({e.strerror}); {hint}"
+        ) from None
 
 
 def _load(name_or_path, folder=Path(), chain=()):
@@ -783,12 +990,15 @@ def _load(name_or_path, folder=Path(), chain=()):
     if str(name_or_path) in chain:
         raise InputError("`extends` goes in a circle: " + " → ".join([*chain, str(name_or_path)]))
     text, folder = _read(name_or_path, folder)
-    return from_toml(text, str(name_or_path), lambda name: _load(name, folder, (*chain, str(name_or_path))))
+    return from_toml(
+        text, str(name_or_path), lambda name: _load(name, folder, (*chain, str(name_or_path)))
+    )
 
 # %% ../../nbs/train/10_recipe.ipynb #ca847b2c
 def load_recipe(
-    name_or_path,                              # a shipped name ("stage1", "llama-3.1-8b/stage2", …) or the path of a TOML file
-    overrides: Iterable[str] | Mapping = (),   # "key=value", see `parse_overrides`
+    # a shipped name ("stage1", "llama-3.1-8b/stage2", …) or the path of a TOML file
+    name_or_path,
+    overrides: Iterable[str] | Mapping = (),  # "key=value", see `parse_overrides`
     say: Callable[[str], None] | None = None,  # see `override`
 ) -> Recipe | Pipeline:
     "A shipped recipe or one from a file, with overrides; InputError says what is wrong where."
@@ -799,27 +1009,56 @@ def _properties(kind: type) -> dict:
     "The JSON schema of each setting of a recipe's groups or of an objective."
     kinds = {name: annotation for name, annotation in kinds_of(kind).items() if name != "objective"}
     recipe = issubclass(kind, BaseModel)
-    usual = {name: f.default for name, f in kind.model_fields.items()} if recipe else settings_of(kind)
-    model = create_model("Settings", **{name: (annotation, usual[name]) for name, annotation in kinds.items()})
+    usual = (
+        {name: f.default for name, f in kind.model_fields.items()} if recipe else settings_of(kind)
+    )
+    model = create_model(
+        "Settings", **{name: (annotation, usual[name]) for name, annotation in kinds.items()}
+    )
     made = model.model_json_schema()["properties"]
-    return {name: {key: value for key, value in entry.items() if key != "title"} for name, entry in made.items()}
+    return {
+        name: {key: value for key, value in entry.items() if key != "title"}
+        for name, entry in made.items()
+    }
 
 
 def recipe_schema() -> dict:
-    "A JSON schema of the TOML files of recipes: of one stage with each objective of this package, and of pipelines."
+    """A JSON schema of the TOML files of recipes: of one stage with each objective of this package,
+    and of pipelines.
+    """
     shared = _properties(Recipe) | {"extends": {"type": "string"}}
     stages = []
     for name in objective_names():
         own = {"objective": {"const": name}, **_properties(find_objective(name))}
-        stages.append({"properties": {**shared, **own}, "required": ["name"], "additionalProperties": False})
+        stages.append(
+            {"properties": {**shared, **own}, "required": ["name"], "additionalProperties": False}
+        )
     tables = {"type": "object", "additionalProperties": {"type": "object"}}
     evaluation = {"properties": _properties(EvaluationPlan), "additionalProperties": False}
-    arms = {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}}
-    parts = {"name": {"type": "string"}, "description": {"type": "string"}, "shared": {"type": "object"}}
+    arms = {
+        "type": "object",
+        "additionalProperties": {"type": "array", "items": {"type": "string"}},
+    }
+    parts = {
+        "name": {"type": "string"},
+        "description": {"type": "string"},
+        "shared": {"type": "object"},
+    }
     pipeline = parts | {"stages": tables, "arms": arms, "evaluation": evaluation}
-    stages.append({"properties": pipeline, "required": ["name", "stages", "arms"], "additionalProperties": False})
+    stages.append(
+        {
+            "properties": pipeline,
+            "required": ["name", "stages", "arms"],
+            "additionalProperties": False,
+        }
+    )
     draft = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": draft, "title": "A recipe of anchor_embedding", "type": "object", "anyOf": stages}
+    return {
+        "$schema": draft,
+        "title": "A recipe of anchor_embedding",
+        "type": "object",
+        "anyOf": stages,
+    }
 
 # %% ../../nbs/train/10_recipe.ipynb #93817916
 def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)

@@ -49,7 +49,10 @@ def lock_folder(
     except BlockingIOError:
         with file:
             file.seek(0)
-            raise InputError(f"{folder} is in use by {file.read() or 'another run'}; wait for its end or choose another --out") from None
+            raise InputError(
+                f"{folder} is in use by {file.read() or 'another run'}; wait for its "
+                "end or choose another --out"
+            ) from None
     except OSError:
         pass  # no locks here
     if not _is_there(file):  # the run that held it ended and removed it meanwhile
@@ -75,21 +78,30 @@ def _json_line(name: str, values: dict) -> str:
             json.dumps(value, allow_nan=False)
         except ValueError:
             shown = value if isinstance(value, float) else "not finite everywhere"
-            raise InputError(f"{name}: {key} is {shown}, and JSON has no such number: return it as None, or mend what computes it") from None
+            raise InputError(
+                f"{name}: {key} is {shown}, and JSON has no such number: return it as "
+                "None, or mend what computes it"
+            ) from None
     return json.dumps(values) + "\n"
 
 # %% ../../nbs/train/30_runs.ipynb #5608c211
-_ASIDE = re.compile(r"\.(step-\d{6}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.(old\.)?\w+")
+_ASIDE = re.compile(
+    r"\.(step-\d{6}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.(old\.)?\w+"
+)
 
 
 class RunFolder:
     "Files of one run; silent on processes other than the main one."
 
     def __init__(self, path: str | os.PathLike, main: bool = True):
-        self.path, self.main, self.lock = Path(path), main, None
+        self.path = Path(path)
+        self.main = main
+        self.lock = None
 
     def start(self, recipe: Recipe, resume: bool) -> None:
-        "Claim the folder and make it ready; raises `InputError` when another run lies there or is at work."
+        """Claim the folder and make it ready; raises `InputError` when another run lies there or is
+        at work.
+        """
         self.lock = lock_folder(self.path)
         make_ready(self, recipe, resume)
 
@@ -102,7 +114,10 @@ class RunFolder:
 
     def checkpoints(self) -> list[int]:
         "Steps after which there is a checkpoint to go on from."
-        return sorted(int(p.parent.name.removeprefix("step-")) for p in self.path.glob("step-*/optimizer.safetensors"))
+        return sorted(
+            int(p.parent.name.removeprefix("step-"))
+            for p in self.path.glob("step-*/optimizer.safetensors")
+        )
 
     def checkpoint(self, step: int) -> Path:
         "The folder of a step's checkpoint."
@@ -116,19 +131,31 @@ class RunFolder:
                 with open(self.path / name, "a", encoding="utf-8") as file:
                     file.write(line)
             except OSError as error:
-                raise InputError(f"cannot write {self.path / name}: {error}; free space, then let it go on from its newest checkpoint") from error
+                raise InputError(
+                    f"cannot write {self.path / name}: {error}; free space, then let "
+                    "it go on from its newest checkpoint"
+                ) from error
 
 # %% ../../nbs/train/30_runs.ipynb #dcb925c7
 def make_ready(run: RunFolder, recipe: Recipe, resume: bool) -> None:
-    "Write the recipe, remove what a killed run has left; raises `InputError` when another run lies there."
+    """Write the recipe, remove what a killed run has left; raises `InputError` when another run
+    lies there.
+    """
     kept = run.path / "recipe.toml"
-    begun = run.checkpoints() or any((run.path / name).exists() for name in ("metrics.jsonl", "final"))
+    begun = run.checkpoints() or any(
+        (run.path / name).exists() for name in ("metrics.jsonl", "final")
+    )
     if begun and not resume:
-        raise InputError(f"{run.path} already holds a run; choose another --out, or go on with --resume")
+        raise InputError(
+            f"{run.path} already holds a run; choose another --out, or go on with --resume"
+        )
     if run.checkpoints() and kept.exists():
         check_changes(kept, recipe)
     elif (run.path / "final").exists():
-        raise InputError(f"{run.path} holds a finished run without checkpoints, so there is nothing to resume; choose another --out")
+        raise InputError(
+            f"{run.path} holds a finished run without checkpoints, so there is "
+            "nothing to resume; choose another --out"
+        )
     write_text(kept, recipe.to_toml())
     for left in [path for path in run.path.iterdir() if _ASIDE.fullmatch(path.name)]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -145,21 +172,31 @@ def check_changes(
 ) -> None:
     "Raise `InputError` when a setting differs that the result depends on."
     before = from_toml(kept.read_text(encoding="utf-8"), str(kept))
-    changed = {key: pair for key, pair in before.differences(recipe).items() if key not in _MAY_CHANGE}
+    changed = {
+        key: pair for key, pair in before.differences(recipe).items() if key not in _MAY_CHANGE
+    }
     if changed:
-        named = ", ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in changed.items())
+        named = ", ".join(
+            f"{key} was {old!r} and is now {new!r}" for key, (old, new) in changed.items()
+        )
         raise InputError(f"{kept}: {named}; resume with the same settings or choose another --out")
 
 
 def resume_line(folder: Path, step: int) -> str:  # for people
     "Where a run that was to be resumed begins."
-    return f"{folder}: goes on from step {step}" if step else f"{folder}: there is no checkpoint to resume from; the run starts anew"
+    return (
+        f"{folder}: goes on from step {step}"
+        if step
+        else f"{folder}: there is no checkpoint to resume from; the run starts anew"
+    )
 
 # %% ../../nbs/train/30_runs.ipynb #b1bfc47b
 def read_log(
     path: Path,  # metrics.jsonl or evals.jsonl
 ) -> list[dict]:
-    "The lines of a log; none when there is no such file. Raises `InputError` for one that is broken."
+    """The lines of a log; none when there is no such file. Raises `InputError` for one that is
+    broken.
+    """
     return _rows(path, path.read_text().splitlines()) if path.exists() else []
 
 
@@ -170,7 +207,9 @@ def _rows(path: Path, lines: list[str]) -> list[dict]:
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise InputError(f"{path}:{number}: not a line of JSON ({error}); remove that line") from None
+            raise InputError(
+                f"{path}:{number}: not a line of JSON ({error}); remove that line"
+            ) from None
     return rows
 
 
@@ -179,42 +218,86 @@ def read_card(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is broken ({error}); remove it, and the run goes on without it") from None
+        raise InputError(
+            f"{path} is broken ({error}); remove it, and the run goes on without it"
+        ) from None
 
 
 def _whole_lines(path: Path) -> list[str]:
     "The lines of a file that are finished; none when there is no such file."
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    return (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists()
+        else []
+    )
 
 
 def _cut_log(path: Path, step: int) -> None:
-    "Drop the lines that come after `step`, one that was not finished, and a file of which nothing is left."
+    """Drop the lines that come after `step`, one that was not finished, and a file of which nothing
+    is left.
+    """
     if path.exists():
         lines = _whole_lines(path)
         rows = _rows(path, lines)
-        write_text(path, kept := "".join(line for line, row in zip(lines, rows, strict=True) if row["step"] <= step))
+        write_text(
+            path,
+            kept := "".join(
+                line for line, row in zip(lines, rows, strict=True) if row["step"] <= step
+            ),
+        )
         if not kept:
             path.unlink()
 
 # %% ../../nbs/train/30_runs.ipynb #28357ab5
 def run_facts(run: RunFolder) -> dict[str, object]:
-    "What a run trains, how far it is, and its last figures. Raises `InputError` for a file that is broken."
-    kept, rows = run.path / "recipe.toml", _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
+    """What a run trains, how far it is, and its last figures. Raises `InputError` for a file that
+    is broken.
+    """
+    kept = run.path / "recipe.toml"
+    rows = _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
     recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
-    steps, done = recipe.steps if recipe else None, rows[-1]["step"] if rows else 0
+    steps = recipe.steps if recipe else None
+    done = rows[-1]["step"] if rows else 0
     what = f"{recipe.name}: {recipe.objective_name}, {recipe.tuning}" if recipe else None
     facts = {"recipe": what, "steps": f"{done} of {cell_text(steps)}"}
-    figures = {key: value for key, value in (rows[-1] if rows else {}).items() if key not in ("step", "seconds")}
-    state = {"checkpoints": ", ".join(map(str, run.checkpoints())) or None, "finished": (run.path / "final").exists()}
+    figures = {
+        key: value
+        for key, value in (rows[-1] if rows else {}).items()
+        if key not in ("step", "seconds")
+    }
+    state = {
+        "checkpoints": ", ".join(map(str, run.checkpoints())) or None,
+        "finished": (run.path / "final").exists(),
+    }
     return facts | figures | state
 
 
 def run_html(run: RunFolder) -> str:
     "The curve of a run, what it trains and its last figures, its evaluations."
-    facts, rows, evals = run_facts(run), *(_rows(path, _whole_lines(path)) for path in map(run.path.joinpath, ("metrics.jsonl", "evals.jsonl")))
-    drawn = curve([row["step"] for row in rows], [row.get("loss", math.nan) for row in rows])._repr_html_() if rows else ""
+    facts, rows, evals = (
+        run_facts(run),
+        *(
+            _rows(path, _whole_lines(path))
+            for path in map(run.path.joinpath, ("metrics.jsonl", "evals.jsonl"))
+        ),
+    )
+    drawn = (
+        curve(
+            [row["step"] for row in rows], [row.get("loss", math.nan) for row in rows]
+        )._repr_html_()
+        if rows
+        else ""
+    )
     columns = list(dict.fromkeys(key for row in evals for key in row if key != "step"))
-    judged = rows_html("evaluations", ["step", *columns], [[row["step"], *map(row.get, columns)] for row in evals]) if evals else ""
+    judged = (
+        rows_html(
+            "evaluations",
+            ["step", *columns],
+            [[row["step"], *map(row.get, columns)] for row in evals],
+        )
+        if evals
+        else ""
+    )
     return f"<div>{drawn}{facts_html(run.path.name, facts)}{judged}</div>"
 
 
@@ -234,16 +317,23 @@ def _run_page(run: RunFolder) -> str:
         return facts_html(run.path.name, {"fault": str(error)})
 
 
-RunFolder.__repr__, RunFolder._repr_html_ = _run_text, _run_page
+RunFolder.__repr__ = _run_text
+RunFolder._repr_html_ = _run_page
 
 # %% ../../nbs/train/30_runs.ipynb #d098cea4
 def weights_to_save(decoder: CausalDecoder, main: bool = True) -> dict[str, torch.Tensor] | None:
-    "The weights that `save_pretrained` shall write, put together from all processes; None when it finds them whole in the model."
+    """The weights that `save_pretrained` shall write, put together from all processes; None when it
+    finds them whole in the model.
+    """
     if not is_sharded(decoder):
         return None
     adapters = hasattr(decoder.model, "peft_config")
-    named = {name: p for name, p in own_parameters(decoder).items() if p.requires_grad or not adapters}
-    return {name.removeprefix("model."): whole for name, whole in whole_tensors(named, main).items()}
+    named = {
+        name: p for name, p in own_parameters(decoder).items() if p.requires_grad or not adapters
+    }
+    return {
+        name.removeprefix("model."): whole for name, whole in whole_tensors(named, main).items()
+    }
 
 
 def save_checkpoint(
@@ -252,16 +342,33 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     main: bool = True,  # this process writes
 ) -> None:
-    "An `Embedder` folder plus the optimizer's state; whole or not at all. Processes of a sharded model must all call it."
+    """An `Embedder` folder plus the optimizer's state; whole or not at all. Processes of a sharded
+    model must all call it.
+    """
     names = {id(p): name for name, p in own_parameters(embedder.decoder).items()}
-    state = {f"{names[id(p)]}|{key}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
-    weights, moments = weights_to_save(embedder.decoder, main), whole_tensors(state, main)
+    state = {
+        f"{names[id(p)]}|{key}": value
+        for p, entries in optimizer.state.items()
+        for key, value in entries.items()
+    }
+    weights = weights_to_save(embedder.decoder, main)
+    moments = whole_tensors(state, main)
     if main:
         with atomic_folder(folder) as aside:
             write_embedder(embedder, aside, weights)
-            untouched = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
-            about = {"untouched": json.dumps(untouched)}  # trained parameters that never had a gradient
-            save_file({key: value.contiguous() for key, value in moments.items()}, aside / "optimizer.safetensors", about)
+            untouched = [
+                names[id(p)]
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p not in optimizer.state
+            ]
+            # trained parameters that never had a gradient
+            about = {"untouched": json.dumps(untouched)}
+            save_file(
+                {key: value.contiguous() for key, value in moments.items()},
+                aside / "optimizer.safetensors",
+                about,
+            )
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -269,7 +376,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is damaged ({error}); remove {path.parent} to go on from the checkpoint before it") from error
+        raise InputError(
+            f"{path} is damaged ({error}); remove {path.parent} to go on from the "
+            "checkpoint before it"
+        ) from error
 
 # %% ../../nbs/train/30_runs.ipynb #7a11f955
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")  # of Adam
@@ -282,18 +392,32 @@ def _untouched(path: Path) -> list[str]:
 
 
 def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.Optimizer) -> None:
-    "Adam's state of a checkpoint; raises `InputError` when it is damaged, or not that of the trained parameters, all of them."
-    path, named = folder / "optimizer.safetensors", own_parameters(decoder)
+    """Adam's state of a checkpoint; raises `InputError` when it is damaged, or not that of the
+    trained parameters, all of them.
+    """
+    path = folder / "optimizer.safetensors"
+    named = own_parameters(decoder)
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found, untouched = read_tensors(path), _untouched(path)
-    expected = {f"{name}|{entry}": p for name, p in named.items() if id(p) in trained and name not in untouched for entry in _ENTRIES}
+    found = read_tensors(path)
+    untouched = _untouched(path)
+    expected = {
+        f"{name}|{entry}": p
+        for name, p in named.items()
+        if id(p) in trained and name not in untouched
+        for entry in _ENTRIES
+    }
     shared = [key for key in expected if key in found and not key.endswith("|step")]
     mismatched = [key for key in shared if found[key].shape != expected[key].shape]
     remedy = f"remove {folder} to go on from the checkpoint before it"
-    check_report(path, remedy, expected.keys() - found.keys(), found.keys() - expected.keys(), mismatched)
+    check_report(
+        path, remedy, expected.keys() - found.keys(), found.keys() - expected.keys(), mismatched
+    )
     for key, value in found.items():
-        parameter, entry = expected[key], key.rpartition("|")[2]
-        optimizer.state[parameter][entry] = value.to(parameter.device) if entry == "step" else as_slice_of(value, parameter)
+        parameter = expected[key]
+        entry = key.rpartition("|")[2]
+        optimizer.state[parameter][entry] = (
+            value.to(parameter.device) if entry == "step" else as_slice_of(value, parameter)
+        )
 
 # %% ../../nbs/train/30_runs.ipynb #22b8046b
 def prune_checkpoints(
@@ -308,11 +432,21 @@ def prune_checkpoints(
 
 # %% ../../nbs/train/30_runs.ipynb #637b3f38
 def source_commit() -> str:
-    "The git commit this package runs from, with + when files were changed since; empty outside a checkout."
+    """The git commit this package runs from, with + when files were changed since; empty outside a
+    checkout.
+    """
     git = ["git", "-C", str(files("anchor_embedding"))]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=False)
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+        )
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""
+    return (
+        commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+        if commit.returncode == 0
+        else ""
+    )
