@@ -56,7 +56,6 @@ def set_environment(config):
 
 
 # ---- notebooks as items
-# ---------------------------------------------------------------------------------------------
 
 
 def pytest_collect_file(file_path: Path, parent):
@@ -108,7 +107,6 @@ class ExecuteItem(NotebookItem):
 
 
 # ---- execution, a few notebooks at a time
-# ---------------------------------------------------------------------------
 
 POOL = pytest.StashKey[ThreadPoolExecutor]()
 RUNS = pytest.StashKey[dict]()
@@ -144,7 +142,6 @@ def has_cuda() -> bool:
 
 
 # ---- selection
-# ------------------------------------------------------------------------------------------------------
 
 
 def pytest_collection_modifyitems(config, items):

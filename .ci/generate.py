@@ -8,6 +8,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+WINGS = {  # folder below nbs/ → its title, lowest first
+    "common": "Common",
+    "model": "Model",
+    "data": "Data",
+    "objectives": "Objectives",
+    "embed": "Embed",
+    "train": "Train",
+    "evaluate": "Evaluate",
+    "study": "Study",
+    "cli": "Command line",
+}
 HEADER = "<!-- made from nbs/index.ipynb by .ci/generate.py: edit the notebook -->\n\n"
 
 
@@ -57,26 +68,22 @@ def readme(notebook: Path) -> str:
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, the guide, other pages, the rooms, then the notebooks of
-    each other folder.
+    """The sidebar's contents: the index, the guide, other pages, the wings, the experiments; a
+    folder's own index comes first in it.
     """
-    pages = sorted(
-        folder.glob("[a-z]*.ipynb"), key=lambda path: (path.name != "index.ipynb", path.name)
-    )
-    sections = {
-        "Guide": sorted(folder.glob("guide/*.ipynb")),
-        "The rooms": sorted(folder.glob("[0-9]*.ipynb")),
-    }
-    for path in sorted(folder.glob("[a-z]*/")):
-        sections.setdefault(path.name.capitalize(), sorted(path.glob("*.ipynb")))
-    lines = []
-    for name, notebooks in sections.items():
-        if name == "The rooms":
-            lines += [f"      - {path.name}" for path in pages[1:]]
-        if notebooks:
-            lines += [f"      - section: {name}", "        contents:"]
-            lines += [f"          - {path.relative_to(folder)}" for path in notebooks]
-    return "\n".join([f"      - {pages[0].name}", *lines]) + "\n"
+    pages = sorted(folder.glob("[a-z]*.ipynb"))
+    pages.remove(folder / "index.ipynb")
+    lines = ["      - index.ipynb"]
+    for name, title in {"guide": "Guide", "": "", **WINGS, "experiments": "Experiments"}.items():
+        if not name:
+            lines += [f"      - {path.name}" for path in pages]
+            continue
+        notebooks = sorted(
+            (folder / name).glob("*.ipynb"), key=lambda path: (path.stem != "index", path.name)
+        )
+        lines += [f"      - section: {title}", "        contents:"]
+        lines += [f"          - {path.relative_to(folder)}" for path in notebooks]
+    return "\n".join(lines) + "\n"
 
 
 def site(quarto: str, folder: Path) -> str:

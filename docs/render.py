@@ -48,7 +48,6 @@ class ConfigurationError(Exception):
 
 
 # ---- _quarto.yml
-# ----------------------------------------------------------------------------------------------------
 
 
 def check(found, known, name: str = "") -> None:
@@ -112,7 +111,6 @@ def sections(contents: list) -> list[tuple[str, list[str]]]:
 
 
 # ---- a notebook as Markdown
-# -----------------------------------------------------------------------------------------
 
 
 def text(lines) -> str:
@@ -194,7 +192,6 @@ class Page:
 
 
 # ---- what the modules export
-# ----------------------------------------------------------------------------------------
 
 
 def reference(module: str) -> tuple[str, list[str]]:
@@ -239,7 +236,6 @@ def overview(pages: list[Page], names: dict[str, list[str]]) -> str:
 
 
 # ---- the site
-# -------------------------------------------------------------------------------------------------------
 
 
 def on_page_content(content: str, **_) -> str:

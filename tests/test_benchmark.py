@@ -63,7 +63,6 @@ def saved(model, tmp_path_factory):
 
 
 # ---- generated tasks of every kind
-# ------------------------------------------------------------------------------------
 
 
 def sentence(rng, topic, words=9):
@@ -149,7 +148,6 @@ def generated(tmp_path_factory):
 
 
 # ---- agreement with mteb
-# ----------------------------------------------------------------------------------------------
 
 
 class BagOfWords(Embedder):
@@ -292,7 +290,6 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
 
 
 # ---- what is kept, and what goes wrong
-# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -580,7 +577,6 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
 
 
 # ---- vectors are made once
-# ----------------------------------------------------------------------------------------------
 
 
 def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, monkeypatch):
@@ -674,7 +670,6 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
 
 
 # ---- along a run
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
@@ -762,7 +757,6 @@ def test_importing_does_not_load_mteb():
 
 
 # ---- real tasks
-# ---------------------------------------------------------------------------------------------------------
 
 
 @needs_data

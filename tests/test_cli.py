@@ -373,7 +373,6 @@ def test_debug_shows_the_traceback():
 
 
 # ---- plan, data, several processes
-# ----------------------------------------------------------------------------------
 
 
 def test_plan_tells_what_does_not_fit(capsys):

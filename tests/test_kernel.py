@@ -127,7 +127,6 @@ def test_run_all_of_every_other_notebook(name):
 
 
 # ---- displays that move
-# ---------------------------------------------------------------------------------------------
 
 LIVE = """
 import tempfile

@@ -170,7 +170,6 @@ def check_same(run, whole):
 
 
 # ---- kill -9
-# --------------------------------------------------------------------------------------------------------
 
 
 def ways_to_die(seed, whole):
@@ -265,7 +264,6 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
 
 
 # ---- asked to stop
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "moment"), [
@@ -339,7 +337,6 @@ def test_second_interrupt_ends_at_once(prepare):
 
 
 # ---- faults
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_loss_that_is_not_a_number(prepare):

@@ -123,7 +123,6 @@ def alive(processes):
 
 
 # ---- errors
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "error", "words"), [
@@ -188,7 +187,6 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
 
 
 # ---- ends
-# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "code", "says"), [

@@ -61,7 +61,6 @@ def run(path, skip=("slow", "cuda"), timeout=60):
 
 
 # ---- comparison
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,6 @@ def test_printed_parts_are_joined_and_stderr_and_addresses_ignored():
 
 
 # ---- form
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_notebook_of_good_form_has_no_faults(notebook):
@@ -151,7 +149,6 @@ def test_hidden_and_generated_folders_hold_no_notebooks(notebook):
 
 
 # ---- execution
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_notebook_that_tells_the_truth_passes_and_leaves_nothing_behind(notebook):

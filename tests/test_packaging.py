@@ -57,7 +57,6 @@ def python(code, *arguments):
 
 
 # ---- metadata
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_pyproject_agrees_with_settings():
@@ -93,7 +92,6 @@ def test_version_is_the_same_everywhere():
 
 
 # ---- the wheel
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,6 @@ def test_wheel_metadata(wheel):
 
 
 # ---- imports
-# --------------------------------------------------------------------------------------------------------
 
 
 def seconds(code):
@@ -207,7 +204,6 @@ def test_light_modules_load_neither_torch_nor_transformers(module):
 
 
 # ---- what is written twice
-# ------------------------------------------------------------------------------------------
 
 
 def test_readme_and_sidebar_follow_the_notebooks():

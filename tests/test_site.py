@@ -71,7 +71,6 @@ def pages(site):
 
 
 # ---- the configuration
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,6 @@ def test_a_page_holds_its_outputs_and_its_reference(site):
 
 
 # ---- in a browser
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

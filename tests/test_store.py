@@ -97,7 +97,6 @@ def finish(process, timeout=120):
 
 
 # ---- formats
-# --------------------------------------------------------------------------------------------------------
 
 
 def make_jsonl(folder):
@@ -216,7 +215,6 @@ def test_a_plan_from_a_store_is_that_of_the_names(tmp_path):
 
 
 # ---- the Echo names
-# -------------------------------------------------------------------------------------------------
 
 
 def test_echo_names_old_and_new_all_have_instructions(tmp_path):
@@ -240,7 +238,6 @@ def test_echo_names_old_and_new_all_have_instructions(tmp_path):
 
 
 # ---- many processes, killed passes, changing files
-# ------------------------------------------------------------------
 
 OPEN = """
 import json, sys
@@ -368,7 +365,6 @@ def test_check_goes_on_after_a_broken_file(tmp_path):
 
 
 # ---- the size of the paper's mixture
-# --------------------------------------------------------------------------------
 
 MEASURE = """
 import json, resource, sys, time
@@ -423,7 +419,6 @@ def test_one_and_a_half_million_rows_in_less_than_a_gigabyte(tmp_path, capsys):
 
 
 # ---- real text
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(

@@ -59,7 +59,6 @@ def fault(folder):
 
 
 # ---- sets and instructions
-# --------------------------------------------------------------------------------------------
 
 
 def test_the_subset_is_of_the_benchmark_and_in_the_papers_categories():
@@ -137,7 +136,6 @@ def test_tasks_that_the_paper_lacks_are_asked_as_mteb_asks(prompts):
 
 
 # ---- plain files
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_packed_and_plain_files_are_the_same_task(tmp_path):
@@ -385,7 +383,6 @@ def test_a_task_of_many_languages_must_say_which(tmp_path):
 
 
 # ---- real files
-# -------------------------------------------------------------------------------------------------------
 
 
 @needs_data
