@@ -612,7 +612,10 @@ def _rival_commands(commands) -> None:
     )
     words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--part", **_PART, default="test")
-    fixed = "of the test against the first contestant; another than two-sided only where it was fixed before the runs"
+    fixed = (
+        "of the test against the first contestant; another than two-sided only where it was "
+        "fixed before the runs"
+    )
     words.add_argument(
         "--alternative", choices=("two-sided", "greater", "less"), default="two-sided", help=fixed
     )
@@ -871,7 +874,10 @@ def _ceiling_command(commands) -> None:
     words.add_argument(
         "base", metavar="BASE", help="a base model, a trained folder, a checkpoint, or a hub name"
     )
-    data = "held-out pairs: files, folders, datasets of the hub, or docstrings (of the held-out packages)"
+    data = (
+        "held-out pairs: files, folders, datasets of the hub, or docstrings (of the held-out "
+        "packages)"
+    )
     words.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help=data)
     words.add_argument(
         "--pairs",
@@ -962,7 +968,10 @@ def _mine_command(commands) -> None:
     words.add_argument(
         "--num-negatives", type=int, default=5, metavar="N", help="of a query, at most (default: 5)"
     )
-    margin = "share of the positive's score by which a negative must score less; none: it may score more (default: 0.05)"
+    margin = (
+        "share of the positive's score by which a negative must score less; none: it may "
+        "score more (default: 0.05)"
+    )
     words.add_argument(
         "--relative-margin", type=_number_or_none, default=0.05, metavar="R", help=margin
     )

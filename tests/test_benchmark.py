@@ -157,9 +157,9 @@ class BagOfWords(Embedder):
 
     def __init__(self, model):
         super().__init__(model.decoder, model.tokenizer, model.pooling)
-        self.made, self.table = (
-            {},
-            np.random.default_rng(3).standard_normal((997, model.dimension)).astype(np.float32),
+        self.made = {}
+        self.table = (
+            np.random.default_rng(3).standard_normal((997, model.dimension)).astype(np.float32)
         )
 
     def encode(self, texts, instruction=None, *args, **options):
@@ -176,7 +176,8 @@ class Stored(torch.nn.Module):
 
     def __init__(self, made):
         super().__init__()
-        self.made, self.anchor = made, torch.nn.Parameter(torch.zeros(1))
+        self.made = made
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
 
     def preprocess(self, inputs, **_):
         return {"rows": torch.tensor(np.array([self.made[text] for text in inputs]))}
@@ -752,7 +753,10 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
 
 def test_importing_does_not_load_mteb():
     """It takes seconds to load; only an evaluation needs it."""
-    code = "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
+    code = (
+        "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; "
+        "sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -100,7 +100,10 @@ def test_damaged_checkpoint_is_named(tmp_path, name):
 def test_full_disk_while_encoding(tmp_path):
     train(tmp_path, -1, 0)
     (tmp_path / "texts.txt").write_text("one text\n" * 500)
-    code = "import resource, sys; from anchor_embedding.cli import main; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, -1)); sys.exit(main())"
+    code = (
+        "import resource, sys; from anchor_embedding.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, -1)); sys.exit(main())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "encode", str(tmp_path / "run" / "final"), "--in", str(tmp_path / "texts.txt"),
          "--out", str(tmp_path / "out" / "vectors.npy")],

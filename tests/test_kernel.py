@@ -38,7 +38,8 @@ class Client(nbclient.NotebookClient):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.drawn, self.live = Counter(), set()
+        self.drawn = Counter()
+        self.live = set()
 
     def process_message(self, msg, cell, cell_index):
         if place := msg["content"].get("transient", {}).get("display_id"):

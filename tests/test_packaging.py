@@ -168,7 +168,10 @@ def test_import_is_fast_and_light():
     """`import anchor_embedding` takes well under a second and loads none of the large libraries."""
     extra = seconds("import anchor_embedding") - seconds("pass")
     assert extra < 0.5, f"import anchor_embedding takes {extra:.2f} s longer than python itself"
-    code = "import anchor_embedding, json, sys; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
+    code = (
+        "import anchor_embedding, json, sys; print(json.dumps(sorted(m.split('.')[0] for m in "
+        "sys.modules)))"
+    )
     assert set(json.loads(python(code))) & {*HEAVY, *NOT_NEEDED} == set()
 
 

@@ -338,7 +338,10 @@ def test_a_vanished_source_is_one_clear_error(tmp_path):
 
 def test_a_full_disk_is_one_clear_error(tmp_path, cache):
     write_rows(tmp_path / "nq.jsonl", rows(20_000))
-    code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))\n"
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))\n"
+    )
     process = start(code + OPEN, tmp_path / "nq.jsonl")
     _, errors = process.communicate(timeout=120)
     assert (

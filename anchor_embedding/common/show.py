@@ -47,7 +47,10 @@ def facts_html(
     left = 'style="text-align:left"'
 
     def row(name, value):
-        return f'<tr><th scope="row" {left}>{html.escape(name)}</th><td {left}>{html.escape(cell_text(value))}</td></tr>'
+        return (
+            f'<tr><th scope="row" {left}>{html.escape(name)}</th><td '
+            f"{left}>{html.escape(cell_text(value))}</td></tr>"
+        )
 
     rows = "".join(row(name, value) for name, value in facts.items() if value != "")
     return f"<table><caption {left}>{html.escape(title)}</caption><tbody>{rows}</tbody></table>"
@@ -220,7 +223,8 @@ class LossCurve:
             from IPython.display import display
 
             self._place = display(picture, display_id=True)
-        self._time, self._shown = time.monotonic(), len(rows)
+        self._time = time.monotonic()
+        self._shown = len(rows)
 
     def __enter__(self) -> "LossCurve":
         return self

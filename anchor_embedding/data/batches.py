@@ -97,7 +97,9 @@ class BatchPlan:
     ):
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, not {batch_size}")
-        self.batch_size, self.seed, self.sampling = batch_size, seed, dict(sampling or {})
+        self.batch_size = batch_size
+        self.seed = seed
+        self.sampling = dict(sampling or {})
         rows = _rows_by_dataset(sizes)
         taken = _rows_in_a_pass(
             {name: len(indices) for name, indices in rows.items()}, self.sampling
@@ -341,7 +343,10 @@ class TokenBatch:
         )
 
     def __repr__(self):
-        return f"TokenBatch({len(self)} pairs, {sum(map(len, self.negatives))} negatives, {self.num_tokens} tokens)"
+        return (
+            f"TokenBatch({len(self)} pairs, {sum(map(len, self.negatives))} negatives, "
+            f"{self.num_tokens} tokens)"
+        )
 
     def _repr_html_(self):
         sides = {

@@ -154,7 +154,10 @@ def _read_pairs(paths):
     return found
 
 
-_WORKER = "import json, sys; from anchor_embedding.data.docstrings import _read_pairs; json.dump(_read_pairs(json.load(sys.stdin)), sys.stdout)"
+_WORKER = (
+    "import json, sys; from anchor_embedding.data.docstrings import _read_pairs; "
+    "json.dump(_read_pairs(json.load(sys.stdin)), sys.stdout)"
+)
 
 
 def _read_in_process(paths):
@@ -310,8 +313,14 @@ class DocstringPairs:
     duplicates: int  # pairs removed
 
     def __repr__(self):
-        counts = f"{len(self.train):,} pairs for training, {len(self.heldout):,} held out ({', '.join(self.heldout_packages)})"
-        return f"DocstringPairs: {counts}; {self.duplicates:,} duplicates removed; {len(self.packages)} packages"
+        counts = (
+            f"{len(self.train):,} pairs for training, {len(self.heldout):,} held out "
+            f"({', '.join(self.heldout_packages)})"
+        )
+        return (
+            f"DocstringPairs: {counts}; {self.duplicates:,} duplicates removed; "
+            f"{len(self.packages)} packages"
+        )
 
 # %% ../../nbs/data/20_docstrings.ipynb #f6c317d7
 def docstring_pairs(

@@ -300,7 +300,8 @@ class _Texts:
     "id → text, kept in a file."
 
     def __init__(self, file, wanted):
-        self.file, self.places = file, dict.fromkeys(wanted)
+        self.file = file
+        self.places = dict.fromkeys(wanted)
 
     def fill(self, path, opened):
         "Keep the wanted texts of a BEIR file; yield its bad rows."

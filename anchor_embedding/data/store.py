@@ -129,7 +129,8 @@ class _MappedRows:
     "The record batches of an Arrow file, memory-mapped."
 
     def __init__(self, path: Path, size: int):
-        self.path, self.file = path, os.open(path, os.O_RDONLY)
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
         self.map, self.touched, self.state = (
             mmap.mmap(self.file, 0, access=mmap.ACCESS_READ),

@@ -64,7 +64,10 @@ class Difference:
     def __str__(self):
         p = "" if self.p is None else f", p = {self.p:.2g}"
         seeds = f"{counted(self.seeds, 'seed')}, " if self.seeds else ""
-        return f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{p} ({seeds}{self.queries:,} queries)"
+        return (
+            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{p} "
+            f"({seeds}{self.queries:,} queries)"
+        )
 
 # %% ../../nbs/evaluate/20_significance.ipynb #0df1918a
 def _paired(a, b) -> np.ndarray:
@@ -240,8 +243,14 @@ class SignFlip:
         return least_p(self.seeds, self.alternative)
 
     def __str__(self):
-        limit = f"; {self.seeds} seeds cannot give less than {self.least:.2g}, {seeds_needed(self.alternative)} reach 0.05"
-        return f"p = {self.p:.2g} ({self.alternative}, {self.seeds} seeds{limit if self.least > 0.05 else ''})"
+        limit = (
+            f"; {self.seeds} seeds cannot give less than {self.least:.2g}, "
+            f"{seeds_needed(self.alternative)} reach 0.05"
+        )
+        return (
+            f"p = {self.p:.2g} ({self.alternative}, {self.seeds} "
+            f"seeds{limit if self.least > 0.05 else ''})"
+        )
 
 # %% ../../nbs/evaluate/20_significance.ipynb #fa6d3a97
 def _all_sums(differences: np.ndarray) -> np.ndarray:  # (2ⁿ,)
@@ -376,7 +385,10 @@ def what_it_rests_on(found: Difference, digits: int = 3) -> str:
     clusters = f" in {found.clusters} clusters" if found.clusters else ""
     over = f"{found.queries:,} queries{clusters}"
     if not found.seeds:
-        return f"95 % interval over {over}: {number(found.low)} to {number(found.high)}; {size} would be found in four of five cases"
+        return (
+            f"95 % interval over {over}: {number(found.low)} to {number(found.high)}; {size} "
+            "would be found in four of five cases"
+        )
     several = f", Holm's for {found.comparisons}" if found.comparisons > 1 else ""
     sided = f"{found.alternative} p = {found.p:.2g}{several}"
     parts = [

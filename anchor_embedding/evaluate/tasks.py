@@ -266,7 +266,10 @@ def asking_line(asking: Asking) -> str:  # for people
     if asking.as_trained:
         return f"asked {_HOW[asking.prompts]}, as it was trained"
     trained = f"trained with instructions = {asking.trained_with}"
-    return f"asked with prompts = {asking.prompts}, but {trained}: it never saw texts like these; --prompts auto asks as in training"
+    return (
+        f"asked with prompts = {asking.prompts}, but {trained}: it never saw texts like these; "
+        "--prompts auto asks as in training"
+    )
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #57e357cc
 def _file(folder: Path, stem: str, kind: str, ends=(".jsonl", ".jsonl.gz")) -> Path:
@@ -435,10 +438,8 @@ def _read_reranking(folder: Path, kind: str) -> dict:
         corpus["id"] += ids
         corpus["title"] += [""] * len(ids)
         corpus["text"] += map(clean_text, ids.values())
-        ranked[query], relevant[query] = (
-            list(ids),
-            {name: int(name.startswith("a")) for name in ids},
-        )
+        ranked[query] = list(ids)
+        relevant[query] = {name: int(name.startswith("a")) for name in ids}
     if not ranked:
         raise InputError(
             f"{path}:1: no query has a negative document, so there is nothing to "

@@ -332,12 +332,10 @@ class TextTokenizer:
         # with template "released": truncation cuts the whole sequence, its EOS first
         cut_eos: bool = False,
     ):
-        self.tokenizer, self.max_length, self.prompt, self.cut_eos = (
-            tokenizer,
-            max_length,
-            check_prompt(prompt),
-            cut_eos,
-        )
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.prompt = check_prompt(prompt)
+        self.cut_eos = cut_eos
         self.template = (
             template
             if isinstance(template, Template)

@@ -58,7 +58,10 @@ class ContrastedReconstruction(Reconstruction):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if recipe.batch_size < 2:
-            yield f"`batch_size` = {recipe.batch_size}: the contrastive term needs at least 2 pairs in a batch"
+            yield (
+                f"`batch_size` = {recipe.batch_size}: the contrastive term needs at least 2 "
+                "pairs in a batch"
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Those of both terms; neither uses the other's encode pass."
@@ -67,4 +70,7 @@ class ContrastedReconstruction(Reconstruction):
 
     def competitors(self, batch_size: int, most_negatives: int) -> str:
         "In-batch positives."
-        return f"{counted(batch_size - 1, 'in-batch positive')} for every query, in the contrastive term"
+        return (
+            f"{counted(batch_size - 1, 'in-batch positive')} for every query, in the "
+            "contrastive term"
+        )

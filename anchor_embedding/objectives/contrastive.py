@@ -390,7 +390,10 @@ class Contrastive(ContrastiveLoss):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if self.negatives_pool and recipe.batch_size % self.negatives_pool:
-            yield f"`negatives_pool` = {self.negatives_pool}: must divide `batch_size` = {recipe.batch_size}"
+            yield (
+                f"`negatives_pool` = {self.negatives_pool}: must divide `batch_size` = "
+                f"{recipe.batch_size}"
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Query, positive and hard negatives, each with its soft tokens."

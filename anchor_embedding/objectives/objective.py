@@ -99,7 +99,10 @@ class Objective(Checked):
         these settings, in whole sentences.
         """
         if self.compares_texts and recipe.batch_size < 2:
-            yield f"`batch_size` = {recipe.batch_size}: contrastive learning needs at least 2 pairs in a batch"
+            yield (
+                f"`batch_size` = {recipe.batch_size}: contrastive learning needs at least 2 "
+                "pairs in a batch"
+            )
 
     def prepared(self, tokenizer) -> "Objective":
         "The same objective with the ids of tokens that it needs. Raises `InputError`."

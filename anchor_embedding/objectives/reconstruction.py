@@ -186,7 +186,10 @@ class Anchored(Objective):
         "See `Objective.conflicts`."
         yield from super().conflicts(recipe)
         if self.anchor_gain_every and recipe.batch_size < 2:
-            yield f"`batch_size` = {recipe.batch_size}: the anchor gain compares pairs; leave `anchor_gain_every` out"
+            yield (
+                f"`batch_size` = {recipe.batch_size}: the anchor gain compares pairs; leave "
+                "`anchor_gain_every` out"
+            )
 
     def watches(self, step: int) -> bool:
         "Every `anchor_gain_every` steps."
@@ -320,9 +323,15 @@ class Reconstruction(Anchored, TokenMeans):
         if self.first_tokens and self.first_weight == 1:
             yield f"`first_tokens` = {self.first_tokens} changes nothing while `first_weight` is 1"
         if self.anchor == "shuffled" and self.target == "itself":
-            yield "`anchor` = 'shuffled': a text that is decoded from itself has no other pair; leave `target` out"
+            yield (
+                "`anchor` = 'shuffled': a text that is decoded from itself has no other pair; "
+                "leave `target` out"
+            )
         if self.anchor == "shuffled" and recipe.batch_size < 2:
-            yield f"`batch_size` = {recipe.batch_size}: anchors are shuffled among pairs; give at least 2"
+            yield (
+                f"`batch_size` = {recipe.batch_size}: anchors are shuffled among pairs; give at "
+                "least 2"
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "One encoded and one decoded sequence a direction that has weight."

@@ -160,7 +160,10 @@ class ReleasedReconstruction(Anchored):
         if recipe.attention != "causal":
             yield '`objective = "released"` reads causally: leave `attention` out'
         if self.micro_batch_size and recipe.batch_size % self.micro_batch_size:
-            yield f"`micro_batch_size` = {self.micro_batch_size}: must divide `batch_size` = {recipe.batch_size}"
+            yield (
+                f"`micro_batch_size` = {self.micro_batch_size}: must divide `batch_size` = "
+                f"{recipe.batch_size}"
+            )
 
     def pairs_at_once(self, pairs: float, encoded: float) -> float:
         "A micro-batch, whatever the budget."

@@ -53,7 +53,10 @@ def draw_padding(batch: PackedBatch) -> Picture:
                 paint(text, 0.6),
             )
     share = batch.num_tokens / (len(batch) * longest)
-    words = f"{len(batch)} texts, {batch.num_tokens} tokens: padded to {longest} each, {share:.0%} of the rectangle is text; packed, all of it"
+    words = (
+        f"{len(batch)} texts, {batch.num_tokens} tokens: padded to {longest} each, "
+        f"{share:.0%} of the rectangle is text; packed, all of it"
+    )
     return Picture(shapes, WIDTH, below + 22 + -(-batch.num_tokens // longest) * high, words)
 
 # %% ../../nbs/study/30_pictures.ipynb #2437172a
@@ -178,7 +181,10 @@ def draw_mask(
                     f'fill="{TEXTS[of[i] % 2]}"',
                 )
     kind = ("causal" if causal else "bidirectional") + (f", window of {window}" if window else "")
-    words = f"Attention mask ({kind}) of {len(batch)} texts, {total} tokens: each row's token sees the filled columns"
+    words = (
+        f"Attention mask ({kind}) of {len(batch)} texts, {total} tokens: each row's token "
+        "sees the filled columns"
+    )
     return Picture(shapes, left + total * side + 2, total * side + 2, words)
 
 # %% ../../nbs/study/30_pictures.ipynb #9f02d57b

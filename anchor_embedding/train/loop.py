@@ -760,7 +760,10 @@ def compare_gradients(
     if cosine < TRUSTED_COSINE:
         dtype = str(embedder.decoder.compute_dtype).removeprefix("torch.")
         other = ', or decode_opening = "encode"' * (recipe.objective.decode_opening != "encode")
-        found = f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in {dtype} have a cosine of {cosine:.2f}"
+        found = (
+            f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in "
+            f"{dtype} have a cosine of {cosine:.2f}"
+        )
         warnings.warn(
             f'{found}: the first steps would follow rounding errors; set dtype = "float32"{other}',
             stacklevel=2,
@@ -1136,7 +1139,10 @@ def write_card(run: Training) -> str:
     pool = f"; {pool}" if pool != "none" else ""
     pairs = counted(len(run.data.examples), "pair")
     steps = counted(recipe.steps, "step")
-    return f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of {recipe.batch_size}{pool}; {course_of_rate(recipe)}"
+    return (
+        f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of "
+        f"{recipe.batch_size}{pool}; {course_of_rate(recipe)}"
+    )
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
 def _save_final(run: Training, final: Path) -> None:
