@@ -293,8 +293,8 @@ def sweep_steps(args: argparse.Namespace) -> None:
     "Held-out retrieval of a GIRCSE model after every number of soft tokens."
     from anchor_embedding.embed.embedder import Embedder
     from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
-    from anchor_embedding.objectives.refinement import sweep_steps as sweep_model
     from anchor_embedding.study.pipeline import split_pairs
+    from anchor_embedding.study.steps import sweep_steps as sweep_model
 
     if args.refine_steps < 1:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")

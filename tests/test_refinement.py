@@ -15,7 +15,7 @@ from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.model.decoder import merge_lora
-from anchor_embedding.objectives.refinement import SoftTokens
+from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.train.loop import dry_run, train
 from anchor_embedding.train.recipe import Recipe
 

@@ -40,14 +40,14 @@ from anchor_embedding.model.decoder import (
     load_tokenizer,
 )
 from ..model.packing import pack, token_budget_batches
-from ..model.text import OPENINGS, PROMPT, TextTokenizer
-from anchor_embedding.objectives.refinement import (
+from anchor_embedding.model.soft_tokens import (
     STEP_POOLINGS,
     SoftTokens,
     add_pause_tokens,
     check_context,
     refine,
 )
+from ..model.text import OPENINGS, PROMPT, TextTokenizer
 
 # %% ../../nbs/embed/10_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"

@@ -42,7 +42,6 @@ from anchor_embedding.evaluate.significance import (
     paired_bootstrap,
 )
 from ..model.base import resolve_base
-from ..objectives.refinement import time_steps
 from anchor_embedding.study.pipeline import (
     SplitPairs,
     mean_of,
@@ -66,6 +65,7 @@ from anchor_embedding.study.report import (
     seed_figures,
     style,
 )
+from .steps import time_steps
 from ..train.loop import device_name, instructions_record, train
 from ..train.plan import find_shape, measured_lengths, plan
 from anchor_embedding.train.recipe import (

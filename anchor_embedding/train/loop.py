@@ -102,8 +102,8 @@ from anchor_embedding.model.ranks import (
     own_parameters,
     shard,
 )
+from ..model.soft_tokens import add_pause_tokens
 from ..model.text import TextTokenizer
-from ..objectives.refinement import add_pause_tokens
 from .recipe import AUTOMATIC, Recipe, deviations
 from anchor_embedding.train.runs import (
     RunFolder,
