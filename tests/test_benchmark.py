@@ -19,11 +19,11 @@ import torch
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.encoders import load_model
 from anchor_embedding.evaluate import benchmark
 from anchor_embedding.evaluate.benchmark import (
     MtebEncoder,
     evaluate,
-    load_model,
     run_task,
     scores_table,
     sweep,
@@ -752,7 +752,10 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
 
 def test_importing_does_not_load_mteb():
     """It takes seconds to load; only an evaluation needs it."""
-    code = "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
+    code = (
+        "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; "
+        "sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

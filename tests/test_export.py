@@ -21,6 +21,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder, load_embedder
+from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.embed.export import (
     QUERY_INSTRUCTION,
     check_tokenizer,
@@ -499,8 +500,6 @@ def test_what_no_tokenizer_can_say(tmp_path):
 
 
 def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
-    from anchor_embedding.evaluate.benchmark import model_revision
-
     for seed in (1, 2):
         decoder = CausalDecoder(tiny_model(seed=seed))
         Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64)).save_pretrained(

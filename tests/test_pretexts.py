@@ -16,7 +16,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.evaluate.benchmark import model_revision
+from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.model.decoder import POOLINGS
 from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, packed_forward
 from anchor_embedding.study.pipeline import run_pipeline
