@@ -423,6 +423,7 @@ def _about(args: argparse.Namespace, decoder) -> dict:
 def read(args: argparse.Namespace) -> None:
     "What a model reads out of a text's vector alone."
     from anchor_embedding.embed.embedder import Embedder
+    from anchor_embedding.embed.reading import read_anchors
 
     settings = {
         "samples": args.samples,
@@ -430,11 +431,8 @@ def read(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "decode_opening": args.decode_opening,
     }
-    print(
-        Embedder.from_pretrained(args.model, dtype=args.dtype).read(
-            args.texts, args.instruction, **settings
-        )
-    )
+    embedder = Embedder.from_pretrained(args.model, dtype=args.dtype)
+    print(read_anchors(embedder, args.texts, args.instruction, **settings))
 
 
 def export(args: argparse.Namespace) -> None:

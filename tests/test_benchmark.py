@@ -19,11 +19,11 @@ import torch
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.encoders import load_model
 from anchor_embedding.evaluate import benchmark
 from anchor_embedding.evaluate.benchmark import (
     MtebEncoder,
     evaluate,
-    load_model,
     run_task,
     scores_table,
     sweep,

@@ -21,6 +21,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder, load_embedder
+from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.embed.export import (
     QUERY_INSTRUCTION,
     check_tokenizer,
@@ -129,7 +130,7 @@ def worst(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_vectors(tmp_path, texts, kind, style):
     embedder = make(tmp_path / "model", kind, style, **DECLARED.get(kind, {}))
-    theirs = load(embedder.export(tmp_path / "exported"))
+    theirs = load(export_embedder(embedder, tmp_path / "exported"))
     for prompt, instruction in (
         ("", None),
         (f"Instruct: {QUERY_INSTRUCTION}\nQuery: ", QUERY_INSTRUCTION),
@@ -154,7 +155,7 @@ def test_ids_and_vectors(tmp_path, texts, kind, style):
 @pytest.mark.parametrize("kind", ["llama3", "qwen2"])
 def test_released_template(tmp_path, texts, kind):
     embedder = make(tmp_path / "model", kind, "released")
-    theirs = load(embedder.export(tmp_path / "exported"))
+    theirs = load(export_embedder(embedder, tmp_path / "exported"))
     assert worst(theirs.encode(texts), embedder.encode(texts)) > 0.9999
     again = Embedder.from_pretrained(tmp_path / "exported", device="cpu")
     # a header stands once, not twice
@@ -168,7 +169,9 @@ def test_adapter_merged_exported(tmp_path, texts):
     embedder.save_pretrained(tmp_path / "checkpoint")
     cases = itertools.product((False, True), ("left", "right"))
     folders = [
-        embedder.export(tmp_path / f"{adapter}-{side}", adapter=adapter, padding_side=side)
+        export_embedder(
+            embedder, tmp_path / f"{adapter}-{side}", adapter=adapter, padding_side=side
+        )
         for adapter, side in cases
     ]
     folders += [
@@ -191,16 +194,16 @@ def test_adapter_merged_exported(tmp_path, texts):
         and (folders[-1] / "adapter_model.safetensors").exists()
     )
     merge_lora(embedder.decoder)
-    assert worst(load(embedder.export(tmp_path / "merged")).encode(texts), ours) > 0.9999
+    assert worst(load(export_embedder(embedder, tmp_path / "merged")).encode(texts), ours) > 0.9999
     with pytest.raises(InputError, match="has no adapter of its own"):
-        embedder.export(tmp_path / "none", adapter=True)
+        export_embedder(embedder, tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "weighted_mean"])
 def test_poolings(tmp_path, texts, pooling):
     embedder = make(tmp_path / "model", "gemma", pooling=pooling)
-    theirs = load(embedder.export(tmp_path / "exported", normalize=True))
+    theirs = load(export_embedder(embedder, tmp_path / "exported", normalize=True))
     for theirs.tokenizer.padding_side in ("right", "left"):
         np.testing.assert_allclose(
             theirs.encode(texts), embedder.encode(texts, normalize=True), atol=1e-4
@@ -212,7 +215,7 @@ def test_exported_again(tmp_path, texts):
     stays.
     """
     make(tmp_path / "model")
-    load_embedder(tmp_path / "model", "bfloat16", "cpu").export(tmp_path / "half")
+    export_embedder(load_embedder(tmp_path / "model", "bfloat16", "cpu"), tmp_path / "half")
     folder = export_embedder(tmp_path / "half", tmp_path / "again")
     assert next(load(folder).parameters()).dtype == torch.bfloat16
     again = Embedder.from_pretrained(folder, dtype="float32", device="cpu")
@@ -244,7 +247,7 @@ def test_mteb(tmp_path, texts):
         "SciFact-query": "given a claim",
         "Banking77Classification": "classify",
     }
-    folder = embedder.export(tmp_path / "exported", instructions=told)
+    folder = export_embedder(embedder, tmp_path / "exported", instructions=told)
     wrapper = SentenceTransformerEncoderWrapper(str(folder), device="cpu")
     query = PromptType.query
     document = PromptType.document
@@ -375,7 +378,7 @@ class Hub:
 def test_push(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(calls))
-    folder = make(tmp_path / "model").export(tmp_path / "exported", push="owner/name")
+    folder = export_embedder(make(tmp_path / "model"), tmp_path / "exported", push="owner/name")
     created, uploaded = calls
     assert created == ("owner/name", {"private": True, "exist_ok": True})
     assert {
@@ -394,9 +397,11 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(calls))
     embedder = with_adapter(make(tmp_path / "model"))
     with pytest.raises(InputError, match="the base of this adapter is a folder here"):
-        embedder.export(tmp_path / "exported", adapter=True, push="owner/name")
+        export_embedder(embedder, tmp_path / "exported", adapter=True, push="owner/name")
     assert not calls and not (tmp_path / "exported").exists()
-    embedder.export(tmp_path / "exported", adapter=True, push="owner/name", base="owner/base")
+    export_embedder(
+        embedder, tmp_path / "exported", adapter=True, push="owner/name", base="owner/base"
+    )
     assert len(calls) == 2
     assert (
         json.loads((tmp_path / "exported" / "adapter_config.json").read_text())[
@@ -427,7 +432,7 @@ def test_from_the_hub(tmp_path, texts):
         repository = tmp_path / "hub" / f"models--owner--{name}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text("0" * 40)
-        embedder.export(repository / "snapshots" / ("0" * 40), adapter=name == "adapter")
+        export_embedder(embedder, repository / "snapshots" / ("0" * 40), adapter=name == "adapter")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     few = [text for text in texts if "\0" not in text][:6]
     command = [sys.executable, "-c", FROM_HUB, str(tmp_path / "found.npy"), *few]
@@ -454,21 +459,21 @@ def test_bad_input(tmp_path):
     (tmp_path / "file").write_text("mine")
     for place in ("full", "file"):
         with pytest.raises(InputError, match="something is there already; name a new folder"):
-            embedder.export(tmp_path / place)
+            export_embedder(embedder, tmp_path / place)
     with pytest.raises(InputError, match="cannot write"):
-        embedder.export(tmp_path / "file" / "inside")
+        export_embedder(embedder, tmp_path / "file" / "inside")
     for scores in ("none.json", "file"):
         with pytest.raises(InputError, match=r"is no scores\.json"):
-            embedder.export(tmp_path / "new", scores=tmp_path / scores)
+            export_embedder(embedder, tmp_path / "new", scores=tmp_path / scores)
     with pytest.raises(InputError, match="cannot load model"):
         export_embedder(tmp_path / "no-such-model", tmp_path / "new")
     with pytest.raises(InputError, match="padding_side is 'middle'"):
-        embedder.export(tmp_path / "new", padding_side="middle")
+        export_embedder(embedder, tmp_path / "new", padding_side="middle")
     embedder.pooling = "cls"
     with pytest.raises(
         InputError, match="no pooling like 'cls'; it can be eos, last, mean, weighted_mean"
     ):
-        embedder.export(tmp_path / "new")
+        export_embedder(embedder, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "model"]
     assert (
         (tmp_path / "full" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
@@ -499,8 +504,6 @@ def test_what_no_tokenizer_can_say(tmp_path):
 
 
 def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
-    from anchor_embedding.evaluate.benchmark import model_revision
-
     for seed in (1, 2):
         decoder = CausalDecoder(tiny_model(seed=seed))
         Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2"), max_length=64)).save_pretrained(

@@ -16,7 +16,8 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.evaluate.benchmark import model_revision
+from anchor_embedding.embed.encoders import model_revision
+from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.decoder import POOLINGS
 from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, packed_forward
 from anchor_embedding.study.pipeline import run_pipeline
@@ -130,7 +131,7 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
         both = Embedder.from_pretrained(final, dtype="float32", device="cpu", pooling="eos")
         assert model_revision(both) != model_revision(other)
         with pytest.raises(InputError, match="read this model causally"):
-            loaded.export(tmp_path / "exported")
+            export_embedder(loaded, tmp_path / "exported")
 
 
 @pytest.mark.parametrize("case", ["options", "mntp"])

@@ -18,7 +18,7 @@ from anchor_embedding.embed.reading import (
     Reading,
     Readings,
     generate,
-    read_texts,
+    read_anchors,
     read_vectors,
     reading_report,
     reconstruction_losses,
@@ -81,7 +81,7 @@ def test_the_reading_is_that_of_the_plain_model(base):
     assert not any(ends & set(one) for one in expected), (
         "the random model ends a text; choose other texts"
     )
-    readings = read_texts(embedder, texts, max_new_tokens=10)
+    readings = read_anchors(embedder, texts, max_new_tokens=10)
     assert [one.greedy for one in readings] == [
         embedder.tokenizer.tokenizer.decode(one) for one in expected
     ]
@@ -100,7 +100,7 @@ def test_every_architecture_from_disk(kind, tmp_path):
     )
     embedder = Embedder.from_pretrained(tmp_path, **LOAD)
     texts = ["錨は船を支える。", "a <b>query</b>\nasks", "tokens"]
-    plain = [one.greedy for one in read_texts(embedder, texts, max_new_tokens=8)]
+    plain = [one.greedy for one in read_anchors(embedder, texts, max_new_tokens=8)]
     together = embedder_readings(embedder, texts)
     assert together == plain == embedder_readings(embedder, texts, decode_opening="encode")
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
@@ -110,7 +110,7 @@ def test_every_architecture_from_disk(kind, tmp_path):
 def embedder_readings(embedder, texts, **settings):
     """Greedy readings; whatever the checkpoint says about generation must not matter."""
     embedder.decoder.causal_lm.generation_config.repetition_penalty = 3.0
-    return [one.greedy for one in read_texts(embedder, texts, max_new_tokens=8, **settings)]
+    return [one.greedy for one in read_anchors(embedder, texts, max_new_tokens=8, **settings)]
 
 
 def test_adapters_are_read_as_merged(adapter, base):
@@ -205,8 +205,8 @@ def test_eight_threads_read_and_encode_at_once(base, training):
     model = embedder.decoder.causal_lm
     jobs = [
         lambda: embedder.encode(texts, progress=False).tolist(),
-        lambda: read_texts(embedder, texts, samples=2, max_new_tokens=12),
-        lambda: read_texts(
+        lambda: read_anchors(embedder, texts, samples=2, max_new_tokens=12),
+        lambda: read_anchors(
             embedder, texts[:1], samples=3, max_new_tokens=5, seed=3, decode_opening="none"
         ),
     ]
@@ -234,18 +234,20 @@ def test_eight_threads_read_and_encode_at_once(base, training):
 
 def test_instructions_change_the_vector_and_so_the_reading(base):
     embedder = Embedder.from_pretrained(base, **LOAD)
-    told = read_texts(
+    told = read_anchors(
         embedder, "what holds the ship", instruction="find the text", max_new_tokens=6
     )
     vectors = embedder.encode(["what holds the ship"], instruction="find the text")
     assert told[0].greedy == read_vectors(embedder, vectors, max_new_tokens=6)[0].greedy
-    assert told[0].greedy != read_texts(embedder, "what holds the ship", max_new_tokens=6)[0].greedy
+    assert (
+        told[0].greedy != read_anchors(embedder, "what holds the ship", max_new_tokens=6)[0].greedy
+    )
 
 
 def test_bfloat16_products_can_be_read(base):
     embedder = Embedder.from_pretrained(base, **LOAD)
     embedder.decoder.compute_dtype = torch.bfloat16
-    readings = read_texts(embedder, ["tokens"], samples=2, max_new_tokens=5)
+    readings = read_anchors(embedder, ["tokens"], samples=2, max_new_tokens=5)
     assert (
         len(readings[0].samples) == 2
         and abs(sum(chance for _, chance in readings[0].next_tokens)) <= 1.001

@@ -14,6 +14,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.decoder import merge_lora
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.train.loop import dry_run, train
@@ -195,7 +196,7 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
         bases / "llama", device="cpu", pooling="mean", soft_tokens=SoftTokens()
     )
     with pytest.raises(InputError, match="no pooling like 'mean of soft tokens'"):
-        embedder.export(tmp_path / "export")
+        export_embedder(embedder, tmp_path / "export")
     with pytest.raises(InputError, match="`refine_steps` = 0: must be at least 1"):
         Recipe(**SHARED | {"refine_steps": 0}, base="-")
     with pytest.raises(InputError, match="refinement reads causally: leave `attention` out"):

@@ -135,26 +135,6 @@ class Embedder:
         )
         return f"Embedder({model}{attention}, {self.dimension} dimensions, {self.tokenizer}, {pooling}, {dtype})"
 
-# %% ../../nbs/embed/10_embedder.ipynb #f5f1f1a8
-def _read(self, texts, instruction=None, **settings):
-    """What the model decodes from the vectors of texts alone; see
-    `anchor_embedding.embed.reading.read_texts`.
-    """
-    from anchor_embedding.embed.reading import read_texts
-
-    return read_texts(self, texts, instruction, **settings)
-
-
-def _export(self, folder, **options) -> Path:
-    "A model for sentence-transformers; see `export_embedder`."
-    from anchor_embedding.embed.export import export_embedder
-
-    return export_embedder(self, folder, **options)
-
-
-Embedder.read = _read
-Embedder.export = _export
-
 # %% ../../nbs/embed/10_embedder.ipynb #366a2638
 def embedder_facts(embedder: Embedder) -> dict[str, object]:
     "What an embedder is made of, by name."

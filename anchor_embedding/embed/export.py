@@ -20,6 +20,7 @@ from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_folder
 from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
+from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
 from ..model.base import resolve_base
 from ..model.text import TextTokenizer, format_instruction
@@ -401,10 +402,6 @@ def _read_scores(scores: str | os.PathLike | dict) -> dict:
 
 def _check_scores(scores: dict, model) -> None:
     "Raises `InputError` for scores that say they are of other weights than this model's."
-    from anchor_embedding.evaluate.benchmark import (
-        model_revision,  # it knows of many things that an export does not need
-    )
-
     told = (scores.get("about") or {}).get("revision")
     if told and told != (own := model_revision(model)):
         raise InputError(

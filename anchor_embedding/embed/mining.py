@@ -33,14 +33,14 @@ from ..data.batches import Instructions
 from ..data.examples import Example, fingerprint_line, read_texts
 from ..data.store import ExampleStore, open_examples
 from .embedder import Embedder
-from anchor_embedding.evaluate.benchmark import (
+from anchor_embedding.embed.encoders import (
     encode_on,
     load_model,
     model_name,
     model_revision,
     replicate,
 )
-from ..evaluate.retrieval import unit
+from .vectors import unit
 from ..model.base import resolve_base
 
 # %% ../../nbs/embed/50_mining.ipynb #4b7e1da8
