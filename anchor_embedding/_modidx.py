@@ -1075,8 +1075,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance.stretched_interval': ( 'evaluate/significance.html#stretched_interval',
                                                                                                                        'anchor_embedding/evaluate/significance.py'),
-                                                        'anchor_embedding.evaluate.significance.t_quantile': ( 'evaluate/significance.html#t_quantile',
-                                                                                                               'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance.two_level_bootstrap': ( 'evaluate/significance.html#two_level_bootstrap',
                                                                                                                         'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance.upper_spread': ( 'evaluate/significance.html#upper_spread',
