@@ -141,6 +141,15 @@ class BatchPlan:
         "The dataset of step `k`."
         return self._at(k)[0]
 
+    def _at(self, k: int):
+        if k < 0:
+            raise IndexError(f"a step is 0 or more, not {k}")
+        number, offset = divmod(k, self.steps_per_pass)
+        if number != self._pass:
+            self._order = _shuffled_pass(self, number)
+            self._pass = number
+        return self._order[offset]
+
 # %% ../../nbs/data/40_batches.ipynb #4765d05a
 def _drawn(generator, rows, count, batch_size):
     "`count` of `rows` in random order: whole shuffled copies, then a part of another one."
@@ -163,18 +172,6 @@ def _shuffled_pass(plan, number):
         batches += [(name, part) for part in drawn.reshape(-1, plan.batch_size)]
     order = _generator(plan.seed, number).permutation(len(batches))
     return [batches[i] for i in order]
-
-
-def _at(self, k):
-    if k < 0:
-        raise IndexError(f"a step is 0 or more, not {k}")
-    number, offset = divmod(k, self.steps_per_pass)
-    if number != self._pass:
-        self._pass, self._order = number, _shuffled_pass(self, number)
-    return self._order[offset]
-
-
-BatchPlan._at = _at
 
 # %% ../../nbs/data/40_batches.ipynb #43a2f934
 @dataclass(frozen=True)

@@ -285,6 +285,12 @@ class ExampleStore(_Columns, Sequence):
         "The dataset of a row, without its texts."
         return self.datasets[self._codes[row]]
 
+    def __repr__(self) -> str:
+        return f"ExampleStore({_describe(self)})"
+
+    def _repr_html_(self) -> str:
+        return _show_store(self)
+
 # %% ../../nbs/data/30_store.ipynb #481ba587
 def _describe(store):
     name = Path(store.source).name
@@ -311,10 +317,6 @@ def _html_table(header, rows):
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-
-
-ExampleStore.__repr__ = lambda self: f"ExampleStore({_describe(self)})"
-ExampleStore._repr_html_ = _show_store
 
 # %% ../../nbs/data/30_store.ipynb #e1508faa
 def _stamps(parts):

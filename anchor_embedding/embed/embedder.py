@@ -103,7 +103,10 @@ class Embedder:
         "See `load_embedder`."
         return load_embedder(name, dtype, device, **settings)
 
-    dimension = property(lambda self: self.decoder.hidden_size)  # numbers in a vector
+    @property
+    def dimension(self) -> int:
+        "Numbers in a vector."
+        return self.decoder.hidden_size
 
     def encode(
         self,
@@ -135,6 +138,9 @@ class Embedder:
         )
         return f"Embedder({model}{attention}, {self.dimension} dimensions, {self.tokenizer}, {pooling}, {dtype})"
 
+    def _repr_html_(self) -> str:
+        return facts_html("Embedder", embedder_facts(self))
+
 # %% ../../nbs/embed/10_embedder.ipynb #366a2638
 def embedder_facts(embedder: Embedder) -> dict[str, object]:
     "What an embedder is made of, by name."
@@ -152,9 +158,6 @@ def embedder_facts(embedder: Embedder) -> dict[str, object]:
         "pooling": embedder.pooling + (f" of {soft.steps} soft tokens" if soft else ""),
         "weights": f"{str(decoder.head.weight.dtype).removeprefix('torch.')} on {decoder.device}",
     }
-
-
-Embedder._repr_html_ = lambda self: facts_html("Embedder", embedder_facts(self))
 
 # %% ../../nbs/embed/10_embedder.ipynb #e9000138
 CHUNK_TEXTS = 4096  # texts tokenised at a time

@@ -281,7 +281,8 @@ class HeldoutRetrieval:
                 "needed"
             )
         place = {name: row for row, name in enumerate(documents)}
-        self.queries, self.documents = list(asked.values()), list(documents.values())
+        self.queries = list(asked.values())
+        self.documents = list(documents.values())
         # rows of documents, for every query
         self.relevant = [[place[name] for name in relevant[query]] for query in asked]
         labels = {
@@ -303,44 +304,32 @@ class HeldoutRetrieval:
         "The same by BM25."
         return bm25_ranks(self.queries, self.documents, self.relevant, self.ignored)
 
-# %% ../../nbs/evaluate/10_retrieval.ipynb #905da2f4
-def _measured(
-    self: HeldoutRetrieval,
-    encode: Callable[[list[str]], np.ndarray],  # texts → (n, d)
-    # where queries are encoded differently (instructions)
-    encode_queries: Callable[[list[str]], np.ndarray] | None = None,
-) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr, mean_cosine (of the documents)
-    "Encode everything and measure."
-    query_vectors = (encode_queries or encode)(self.queries)
-    document_vectors = encode(self.documents)
-    return {
-        **rank_metrics(self.ranks(query_vectors, document_vectors)),
-        "mean_cosine": mean_cosine(document_vectors),
-    }
+    def __call__(
+        self,
+        encode: Callable[[list[str]], np.ndarray],  # texts → (n, d)
+        # where queries are encoded differently (instructions)
+        encode_queries: Callable[[list[str]], np.ndarray] | None = None,
+    ) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr, mean_cosine (of the documents)
+        "Encode everything and measure."
+        query_vectors = (encode_queries or encode)(self.queries)
+        document_vectors = encode(self.documents)
+        return {
+            **rank_metrics(self.ranks(query_vectors, document_vectors)),
+            "mean_cosine": mean_cosine(document_vectors),
+        }
 
+    def bm25(self) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr
+        "BM25 on the same queries and documents."
+        return rank_metrics(self.bm25_ranks())
 
-def _bm25(self: HeldoutRetrieval) -> dict[str, float]:  # ndcg_at_10, recall_at_1, mrr
-    "BM25 on the same queries and documents."
-    return rank_metrics(self.bm25_ranks())
+    def searches(self, which, encode=None, encode_queries=None, k=3) -> list[list[dict]]:
+        """For the queries at the indices `which`, their k best hits `{text, score, correct}`;
+        without `encode`, by BM25.
+        """
+        return example_searches(self, which, encode, encode_queries, k)
 
-
-def _searches(
-    self: HeldoutRetrieval, which, encode=None, encode_queries=None, k=3
-) -> list[list[dict]]:
-    """For the queries at the indices `which`, their k best hits `{text, score, correct}`; without
-    `encode`, by BM25.
-    """
-    return example_searches(self, which, encode, encode_queries, k)
-
-
-def _text(self: HeldoutRetrieval) -> str:
-    return f"HeldoutRetrieval({len(self.queries)} queries, {len(self.documents)} documents)"
-
-
-HeldoutRetrieval.__call__ = _measured
-HeldoutRetrieval.bm25 = _bm25
-HeldoutRetrieval.searches = _searches
-HeldoutRetrieval.__repr__ = _text
+    def __repr__(self) -> str:
+        return f"HeldoutRetrieval({len(self.queries)} queries, {len(self.documents)} documents)"
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #9b9fe423
 def example_searches(
