@@ -321,7 +321,7 @@ def sweep_steps(args: argparse.Namespace) -> None:
         )
     if args.plot:
         from anchor_embedding.common.files import atomic_file
-        from anchor_embedding.study.report import plot_sweep
+        from anchor_embedding.study.figures import plot_sweep
 
         with atomic_file(args.plot) as aside:
             plot_sweep({args.model: rows}, embedder.soft_tokens.steps).savefig(

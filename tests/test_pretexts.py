@@ -20,8 +20,8 @@ from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.decoder import POOLINGS
 from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, packed_forward
+from anchor_embedding.study.figures import plot_anchor_gain, plot_losses
 from anchor_embedding.study.pipeline import run_pipeline
-from anchor_embedding.study.report import plot_anchor_gain, plot_losses
 from anchor_embedding.train.loop import dry_run, prepare_embedder, train
 from anchor_embedding.train.recipe import Pipeline, Pooling, Recipe, load_recipe
 

@@ -17,7 +17,7 @@ from ..common.errors import InputError
 from ..common.show import Picture, label, rect
 from ..model.packing import PackedBatch
 from ..objectives.reconstruction import DecodeBatch
-from .report import COLOURS
+from .figures import COLOURS
 
 # %% ../../nbs/study/30_pictures.ipynb #e9374076
 TEXTS = COLOURS["baseline"], COLOURS["only_q2d"]  # of texts, in turn
