@@ -309,7 +309,7 @@ class CosineScores:
 
 # %% ../../nbs/embed/50_mining.ipynb #6c57e8a2
 class Bm25Scores:
-    """Scores by BM25 as in `evaluation` (Lucene variant, k1 = 1.5, b = 0.75; English stopwords, no
+    """Scores by BM25 as in `evaluate.retrieval` (Lucene variant, k1 = 1.5, b = 0.75; English stopwords, no
     stemmer).
     """
 

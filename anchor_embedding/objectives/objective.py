@@ -147,8 +147,8 @@ class Objective(Checked):
 # %% ../../nbs/objectives/10_objective.ipynb #63b5ee3a
 def objective_names() -> list[str]:
     "The objectives of this package."
-    beside = pkgutil.iter_modules(objectives.__path__)
-    return sorted(module.name for module in beside if module.name != "objective")
+    beside = {module.name for module in pkgutil.iter_modules(objectives.__path__)}
+    return sorted(beside - {"objective", "ceiling"})  # the rooms that hold none
 
 
 def _import(module: str, name: str):
