@@ -1,4 +1,4 @@
-"""Where a step waits for the device: only where room 45 says so. Looked for on any machine in the calls that would wait, and on a
+"""Where a step waits for the device: only where the training loop says so. Looked for on any machine in the calls that would wait, and on a
 GPU by the GPU itself."""
 
 import sys
@@ -26,7 +26,7 @@ from anchor_embedding.objectives import (
 # the loss terms, once a step
 NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}
 ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "bag_of_tokens.py",
-         "contrasted_reconstruction.py", "mntp.py", "refinement.py", "processes.py"}  # fmt: skip
+         "contrasted_reconstruction.py", "mntp.py", "refinement.py", "soft_tokens.py", "ranks.py"}  # fmt: skip
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__int__, torch.Tensor.__bool__,
          torch.Tensor.__float__, torch.Tensor.__index__}  # fmt: skip
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
