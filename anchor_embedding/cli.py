@@ -404,8 +404,7 @@ def _about(args: argparse.Namespace, decoder) -> dict:
     "What a record of a measurement rests on."
     import time
 
-    from anchor_embedding.train.loop import device_name
-    from anchor_embedding.train.runs import source_commit
+    from anchor_embedding.common.provenance import device_name, source_commit
 
     dtype = str(decoder.compute_dtype or decoder.head.weight.dtype).removeprefix("torch.")
     device = device_name(decoder.device)

@@ -18,6 +18,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.provenance import find_cards
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder, load_embedder
@@ -26,7 +27,6 @@ from anchor_embedding.embed.export import (
     QUERY_INSTRUCTION,
     check_tokenizer,
     export_embedder,
-    find_cards,
     push_to_hub,
     template_tokenizer,
 )

@@ -13,7 +13,6 @@ import zipfile
 from configparser import ConfigParser
 from email.parser import Parser
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from notebook_checks import ROOT, find_notebooks

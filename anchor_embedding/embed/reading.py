@@ -14,13 +14,12 @@ import platform
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 
 import numpy as np
 import torch
 
-from .. import __version__
 from ..common.errors import InputError
+from ..common.provenance import installed_versions
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
@@ -388,9 +387,7 @@ def reading_report(
             "readings": [asdict(reading) for reading in readings],
         }
         say(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in losses.items()))
-    versions = {"anchor_embedding": __version__, "python": platform.python_version()} | {
-        p: version(p) for p in ("torch", "transformers")
-    }
+    versions = installed_versions("anchor_embedding", "python", "torch", "transformers")
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{embedder.decoder.device.type} {platform.machine()}",

@@ -21,9 +21,8 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +31,10 @@ import torch
 from filelock import FileLock, Timeout
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #a91dc61d
-from .. import __version__
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.progress import progress_bar
+from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..embed.embedder import Embedder, read_settings, read_tokenizer
 from anchor_embedding.embed.encoders import (
@@ -58,7 +57,7 @@ from anchor_embedding.evaluate.tasks import (
 from ..model.base import resolve_base
 from ..model.decoder import choose_device, choose_dtype
 from ..model.text import TextTokenizer
-from ..train.runs import RunFolder, read_log, source_commit
+from ..train.runs import RunFolder, read_log
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c8ad6668
 def _open_rows(paths: Sequence[Path], sizes: Sequence[int]) -> tuple[list, int]:
@@ -462,13 +461,15 @@ def run_task(
     }  # fmt: skip
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #58f1198f
-def _versions() -> dict[str, str]:
-    "Of what a score may depend on."
-    found = {"anchor_embedding": __version__, "python": platform.python_version()}
-    for package in ("mteb", "torch", "transformers", "sentence-transformers", "scikit-learn"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+_PACKAGES = (
+    "anchor_embedding",
+    "python",
+    "mteb",
+    "torch",
+    "transformers",
+    "sentence-transformers",
+    "scikit-learn",
+)  # of what a score may depend on
 
 
 def _told(
@@ -486,7 +487,8 @@ def _done_key(task, about: dict, asking: Asking | None) -> str:
     "What an entry of scores.json must have been made from to count as done."
     made_from = [about.get(key) for key in _IDENTITY] + [_told(task, asking)]
     data = [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets)]
-    return hashlib.sha256(json.dumps([made_from, data, version("mteb")]).encode()).hexdigest()[:16]
+    key = [made_from, data, installed_versions("mteb")["mteb"]]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #460d2c93
 QUERIES = "queries.json"
@@ -891,7 +893,7 @@ def evaluate(
             more |= {
                 "zero_shot_percent": meta.zero_shot_percentage(list(opened)),
                 "commit": source_commit(),
-                "versions": _versions(),
+                "versions": installed_versions(*_PACKAGES),
             }
             file.scores["about"] = about | more | {"date": time.strftime("%Y-%m-%d")}
             _run_waiting(loaded, meta, waiting, file, about, asking, options, progress, say)

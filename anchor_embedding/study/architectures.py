@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 # %% ../../nbs/study/80_architectures.ipynb #9bd72c9e
 from ..common.errors import InputError
 from ..common.files import write_text
+from ..common.provenance import installed_versions, source_commit
 from ..data.batches import TokenBatch
 from anchor_embedding.model.agreement import (
     check_configuration,
@@ -40,7 +41,6 @@ from ..model.decoder import CausalDecoder, add_lora, load_decoder
 from ..model.packing import pack
 from ..model.text import TokenizedText
 from ..objectives.reconstruction import Reconstruction
-from ..train.runs import source_commit
 
 # %% ../../nbs/study/80_architectures.ipynb #412e7af8
 VOCABULARY = 96
@@ -334,12 +334,7 @@ def try_types(
         for model_type in model_types:
             rows.append(try_type(model_type))
             say(rows[-1])
-    versions = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "peft": peft.__version__,
-    }
-    about = versions | {
+    about = installed_versions("transformers", "torch", "peft") | {
         "commit": source_commit(),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"cpu {platform.machine()}, float32",

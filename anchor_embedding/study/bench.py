@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,9 +40,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
-from .. import __version__
 from ..common.errors import InputError
 from ..common.files import write_text
+from ..common.provenance import device_name, installed_versions, source_commit
 from ..common.settings import closest
 from ..common.tiny import tiny_model, tiny_tokenizer
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
@@ -55,7 +54,6 @@ from ..model.base import resolve_base
 from ..model.decoder import choose_device, choose_dtype
 from ..model.text import TextTokenizer, TokenizedText
 from anchor_embedding.train.loop import (
-    device_name,
     fit_to_device,
     make_optimizer,
     prepare_embedder,
@@ -69,7 +67,6 @@ from anchor_embedding.train.plan import (
     trained_parameters,
 )
 from ..train.recipe import Recipe, load_recipe
-from ..train.runs import source_commit
 
 # %% ../../nbs/study/70_bench.ipynb #a955be24
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -1239,8 +1236,9 @@ def about(
     data: str | None,
 ) -> dict:
     "Commit, date, device, threads, versions."
-    versions = {"anchor_embedding": __version__, "python": platform.python_version()}
-    for package in (
+    versions = installed_versions(
+        "anchor_embedding",
+        "python",
         "torch",
         "transformers",
         "peft",
@@ -1248,11 +1246,7 @@ def about(
         "sentence-transformers",
         "flash-attn",
         "liger-kernel",
-    ):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    )
     processor = (
         re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         if Path("/proc/cpuinfo").exists()

@@ -27,11 +27,11 @@ import pandas as pd
 from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_file, write_text
+from ..common.provenance import device_name, find_cards, source_commit
 from ..common.settings import closest
 from ..common.tiny import PROSE, tiny_model, tiny_tokenizer
 from ..data.examples import Example, fingerprint
 from ..embed.embedder import Embedder, read_tokenizer
-from ..embed.export import find_cards
 from ..evaluate.benchmark import table_markdown
 from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
 from anchor_embedding.evaluate.significance import (
@@ -54,7 +54,7 @@ from anchor_embedding.study.pipeline import (
 )
 from .report import read_metrics, results_table, seed_figures
 from .steps import time_steps
-from ..train.loop import device_name, instructions_record, train
+from ..train.loop import instructions_record, train
 from ..train.plan import find_shape, measured_lengths, plan
 from anchor_embedding.train.recipe import (
     EvaluationPlan,
@@ -64,7 +64,7 @@ from anchor_embedding.train.recipe import (
     load_recipe,
     override,
 )
-from ..train.runs import read_log, source_commit
+from ..train.runs import read_log
 
 # %% ../../nbs/study/60_tournament.ipynb #d931d4de
 def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → pipeline of one arm

@@ -5,18 +5,16 @@
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'TrainingData', 'BatchesAhead', 'load_examples',
            'instructions_record', 'find_instructions', 'make_data', 'prepare_tokenizer', 'opening_of',
-           'prepare_embedder', 'device_name', 'base_shape', 'least_free', 'fit_to_device', 'learning_rate',
-           'course_of_rate', 'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite', 'count_parameters',
-           'check_environment', 'make_accelerator', 'wrap', 'Training', 'gradient_cosine', 'compare_gradients',
-           'first_comparison', 'pairs_to_watch', 'watched_batch', 'first_yardstick', 'check_lora_targets', 'began_with',
-           'prepare', 'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'write_card', 'finish',
-           'dry_run']
+           'prepare_embedder', 'base_shape', 'least_free', 'fit_to_device', 'learning_rate', 'course_of_rate',
+           'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite', 'count_parameters', 'check_environment',
+           'make_accelerator', 'wrap', 'Training', 'gradient_cosine', 'compare_gradients', 'first_comparison',
+           'pairs_to_watch', 'watched_batch', 'first_yardstick', 'check_lora_targets', 'began_with', 'prepare',
+           'update_weights', 'SharedEmbedder', 'check_same_texts', 'train', 'write_card', 'finish', 'dry_run']
 
 # %% ../../nbs/train/40_loop.ipynb #67bd46b3
 import json
 import math
 import os
-import platform
 import random
 import tempfile
 import time
@@ -28,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,9 +36,10 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.tensor import DTensor
 
 # %% ../../nbs/train/40_loop.ipynb #f3f20be4
-from .. import __version__
 from ..common.errors import InputError, Stopped
 from ..common.files import write_text
+from ..common.progress import progress_bar
+from ..common.provenance import device_name, installed_versions, source_commit
 from ..common.show import counted
 from anchor_embedding.data.batches import (
     BatchPlan,
@@ -87,7 +85,6 @@ from anchor_embedding.train.plan import (
 )
 
 # %% ../../nbs/train/40_loop.ipynb #af94c031
-from ..common.progress import progress_bar
 from ..common.settings import closest
 from ..data.store import ExampleStore, open_examples
 from ..model.base import resolve_base
@@ -114,7 +111,6 @@ from anchor_embedding.train.runs import (
     read_tensors,
     resume_line,
     save_checkpoint,
-    source_commit,
     weights_to_save,
 )
 
@@ -406,13 +402,6 @@ def prepare_embedder(
     ), card
 
 # %% ../../nbs/train/40_loop.ipynb #c443dce8
-def device_name(device: torch.device) -> str:
-    "The accelerator's name, or the processor's architecture and threads."
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
     """LoRA weights of a checkpoint into a decoder that has fresh adapters; raises `InputError`
     unless they are all there.
@@ -1119,14 +1108,14 @@ def write_card(run: Training) -> str:
         "processes": run.world,
         "commit": source_commit(),
     }
-    packages = ("torch", "transformers", "peft", "accelerate")
+    packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
         "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": pool,
         "deviations": deviations(recipe), "choices": recipe.objective.choices(),
         "commit": start["commit"], "starts": [*before.get("starts", []), start],
-        "versions": {"anchor_embedding": __version__, "python": platform.python_version()} | {p: version(p) for p in packages},
+        "versions": installed_versions(*packages),
     }  # fmt: skip
     if run.main:
         write_text(path, json.dumps(card, indent=1, ensure_ascii=False) + "\n")

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['lock_folder', 'RunFolder', 'make_ready', 'check_changes', 'resume_line', 'read_log', 'read_card', 'run_facts',
-           'run_html', 'weights_to_save', 'save_checkpoint', 'read_tensors', 'load_optimizer', 'prune_checkpoints',
-           'source_commit']
+           'run_html', 'weights_to_save', 'save_checkpoint', 'read_tensors', 'load_optimizer', 'prune_checkpoints']
 
 # %% ../../nbs/train/30_runs.ipynb #404870ee
 import fcntl
@@ -15,9 +14,7 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import IO
 
@@ -429,24 +426,3 @@ def prune_checkpoints(
         doomed = run.path / f".{run.checkpoint(step).name}.old"
         os.replace(run.checkpoint(step), doomed)
         shutil.rmtree(doomed)
-
-# %% ../../nbs/train/30_runs.ipynb #637b3f38
-def source_commit() -> str:
-    """The git commit this package runs from, with + when files were changed since; empty outside a
-    checkout.
-    """
-    git = ["git", "-C", str(files("anchor_embedding"))]
-    try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return (
-        commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
-        if commit.returncode == 0
-        else ""
-    )
