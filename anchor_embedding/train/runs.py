@@ -133,6 +133,21 @@ class RunFolder:
                     "it go on from its newest checkpoint"
                 ) from error
 
+    def __repr__(self) -> str:
+        try:
+            facts = run_facts(self)
+        except InputError as error:
+            return f"RunFolder({self.path.name}: {error})"
+        loss = f", loss {facts['loss']:.4g}" if "loss" in facts else ""
+        finished = ", finished" if facts["finished"] else ""
+        return f"RunFolder({self.path.name}: {facts['steps']} steps{loss}{finished})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return run_html(self)
+        except InputError as error:
+            return facts_html(self.path.name, {"fault": str(error)})
+
 # %% ../../nbs/train/30_runs.ipynb #dcb925c7
 def make_ready(run: RunFolder, recipe: Recipe, resume: bool) -> None:
     """Write the recipe, remove what a killed run has left; raises `InputError` when another run
@@ -246,76 +261,47 @@ def _cut_log(path: Path, step: int) -> None:
             path.unlink()
 
 # %% ../../nbs/train/30_runs.ipynb #28357ab5
+def _lines(path: Path) -> list[dict]:
+    "The rows of a log, without a last line that was cut off."
+    return _rows(path, _whole_lines(path))
+
+
 def run_facts(run: RunFolder) -> dict[str, object]:
     """What a run trains, how far it is, and its last figures. Raises `InputError` for a file that
     is broken.
     """
+    facts = {"recipe": None, "steps": None}
+    steps = None
     kept = run.path / "recipe.toml"
-    rows = _rows(path := run.path / "metrics.jsonl", _whole_lines(path))
-    recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept)) if kept.exists() else None
-    steps = recipe.steps if recipe else None
-    done = rows[-1]["step"] if rows else 0
-    what = f"{recipe.name}: {recipe.objective_name}, {recipe.tuning}" if recipe else None
-    facts = {"recipe": what, "steps": f"{done} of {cell_text(steps)}"}
-    figures = {
-        key: value
-        for key, value in (rows[-1] if rows else {}).items()
-        if key not in ("step", "seconds")
-    }
-    state = {
-        "checkpoints": ", ".join(map(str, run.checkpoints())) or None,
-        "finished": (run.path / "final").exists(),
-    }
-    return facts | figures | state
+    if kept.exists():
+        recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept))
+        steps = recipe.steps
+        facts["recipe"] = f"{recipe.name}: {recipe.objective_name}, {recipe.tuning}"
+    rows = _lines(run.path / "metrics.jsonl")
+    last = rows[-1] if rows else {"step": 0}
+    facts["steps"] = f"{last['step']} of {cell_text(steps)}"
+    facts |= {key: value for key, value in last.items() if key not in ("step", "seconds")}
+    facts["checkpoints"] = ", ".join(map(str, run.checkpoints())) or None
+    facts["finished"] = (run.path / "final").exists()
+    return facts
 
 
 def run_html(run: RunFolder) -> str:
     "The curve of a run, what it trains and its last figures, its evaluations."
-    facts, rows, evals = (
-        run_facts(run),
-        *(
-            _rows(path, _whole_lines(path))
-            for path in map(run.path.joinpath, ("metrics.jsonl", "evals.jsonl"))
-        ),
-    )
-    drawn = (
-        curve(
-            [row["step"] for row in rows], [row.get("loss", math.nan) for row in rows]
-        )._repr_html_()
-        if rows
-        else ""
-    )
-    columns = list(dict.fromkeys(key for row in evals for key in row if key != "step"))
-    judged = (
-        rows_html(
-            "evaluations",
-            ["step", *columns],
-            [[row["step"], *map(row.get, columns)] for row in evals],
-        )
-        if evals
-        else ""
-    )
+    facts = run_facts(run)
+    drawn = ""
+    rows = _lines(run.path / "metrics.jsonl")
+    if rows:
+        steps = [row["step"] for row in rows]
+        losses = [row.get("loss", math.nan) for row in rows]
+        drawn = curve(steps, losses)._repr_html_()
+    judged = ""
+    evals = _lines(run.path / "evals.jsonl")
+    if evals:
+        columns = list(dict.fromkeys(key for row in evals for key in row if key != "step"))
+        cells = [[row["step"], *map(row.get, columns)] for row in evals]
+        judged = rows_html("evaluations", ["step", *columns], cells)
     return f"<div>{drawn}{facts_html(run.path.name, facts)}{judged}</div>"
-
-
-def _run_text(run: RunFolder) -> str:
-    try:
-        facts = run_facts(run)
-    except InputError as error:
-        return f"RunFolder({run.path.name}: {error})"
-    loss = f", loss {facts['loss']:.4g}" if "loss" in facts else ""
-    return f"RunFolder({run.path.name}: {facts['steps']} steps{loss}{', finished' if facts['finished'] else ''})"
-
-
-def _run_page(run: RunFolder) -> str:
-    try:
-        return run_html(run)
-    except InputError as error:
-        return facts_html(run.path.name, {"fault": str(error)})
-
-
-RunFolder.__repr__ = _run_text
-RunFolder._repr_html_ = _run_page
 
 # %% ../../nbs/train/30_runs.ipynb #d098cea4
 def weights_to_save(decoder: CausalDecoder, main: bool = True) -> dict[str, torch.Tensor] | None:
