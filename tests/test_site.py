@@ -160,7 +160,8 @@ def test_a_page_holds_its_outputs_and_its_reference(site):
     assert re.search(
         r"#### Contrastive \{ #Contrastive \.api \}\s+```python\n(def|class) ", markdown
     )
-    assert "(images/62_paper-1.png)" in (site / "62_paper.html.md").read_text("utf-8")
+    page = (site / "experiments" / "quickstart.html.md").read_text("utf-8")
+    assert "(../images/experiments-quickstart-1.png)" in page
 
 
 # ---- in a browser
