@@ -554,7 +554,7 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
     """A checkpoint that is an adapter is evaluated with its base, and is another model than its
     base.
     """
-    from anchor_embedding.model.decoder import add_lora
+    from anchor_embedding.model.loading import add_lora
 
     model = Embedder.from_pretrained(saved, dtype="float32")
     add_lora(model.decoder, 4, 8, 0.0)

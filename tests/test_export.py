@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from anchor_embedding.model.loading import add_lora, merge_lora
 from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
@@ -30,7 +31,7 @@ from anchor_embedding.embed.export import (
     push_to_hub,
     template_tokenizer,
 )
-from anchor_embedding.model.decoder import CausalDecoder, add_lora, merge_lora
+from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe import load_recipe

@@ -23,7 +23,8 @@ from ..common.provenance import installed_versions
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
-from ..model.decoder import CausalDecoder, check_head, vocabulary_logits
+from ..model.decoder import CausalDecoder
+from ..model.loading import check_head
 from ..model.packing import pack
 from ..model.text import opening_ids
 from ..objectives.reconstruction import Reconstruction, anchor_gain
@@ -67,7 +68,7 @@ def _next_logits(decoder: CausalDecoder, inputs: torch.Tensor, cache) -> torch.T
         attend=_attend,
         use_cache=True,
     )
-    return vocabulary_logits(decoder, out.last_hidden_state[:, -1]).float()
+    return decoder.logits(out.last_hidden_state[:, -1]).float()
 
 # %% ../../nbs/embed/30_reading.ipynb #d49a60a4
 def _check_anchors(decoder: CausalDecoder, anchors: torch.Tensor) -> None:
@@ -181,7 +182,7 @@ def _first_logits(
     states = decoder.decode(anchors.to(decoder.device), batch, batch.first + len(before))[
         batch.last
     ]
-    return vocabulary_logits(decoder, states).float()
+    return decoder.logits(states).float()
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ import torch
 from filelock import FileLock, Timeout
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #a91dc61d
+from ..model.loading import choose_device, choose_dtype
+
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.progress import progress_bar
@@ -55,7 +57,6 @@ from anchor_embedding.evaluate.tasks import (
     task_size,
 )
 from ..model.base import resolve_base
-from ..model.decoder import choose_device, choose_dtype
 from ..model.text import TextTokenizer
 from ..train.runs import RunFolder, read_log
 

@@ -12,10 +12,11 @@ from itertools import accumulate
 from typing import ClassVar
 
 import torch
+from ..model.vocabulary import vocabulary_loss
 
 from ..common.settings import Share, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.text import TextTokenizer
 from .objective import DIRECTIONS, PairTokens, TextLengths

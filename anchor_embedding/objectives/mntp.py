@@ -14,12 +14,13 @@ from itertools import accumulate
 from typing import Annotated, ClassVar
 
 import torch
+from ..model.vocabulary import vocabulary_loss
 from pydantic import Field
 
 from ..common.errors import InputError
 from ..common.settings import NonEmpty, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.text import TextTokenizer, TokenizedText
 from .objective import PairTokens, TextLengths

@@ -14,11 +14,12 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
+from ..model.vocabulary import vocabulary_loss
 
 from ..common.errors import InputError
 from ..common.settings import Natural, NotNegative, Positive, Share, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.decoder import CausalDecoder
 from ..model.packing import PackedBatch, pack
 from ..model.ranks import agreed_parts, gather_rows, global_sum, sync_gradients
 from ..model.text import TextTokenizer, opening_ids

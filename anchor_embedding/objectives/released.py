@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from ..model.vocabulary import vocabulary_loss
 
 from ..common.settings import Natural, Share, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder, vocabulary_loss
+from ..model.decoder import CausalDecoder
 from ..model.packing import masked_forward, pack
 from ..model.ranks import global_sum, sync_gradients
 from ..model.text import TextTokenizer, TokenizedText

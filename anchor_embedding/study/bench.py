@@ -40,6 +40,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
+from ..model.loading import choose_device, choose_dtype
+
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.provenance import device_name, installed_versions, source_commit
@@ -51,7 +53,6 @@ from ..data.store import open_examples
 from ..embed.embedder import load_embedder
 from ..embed.export import export_embedder
 from ..model.base import resolve_base
-from ..model.decoder import choose_device, choose_dtype
 from ..model.text import TextTokenizer, TokenizedText
 from anchor_embedding.train.loop import (
     fit_to_device,

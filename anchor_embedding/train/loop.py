@@ -36,6 +36,20 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.tensor import DTensor
 
 # %% ../../nbs/train/40_loop.ipynb #f3f20be4
+from anchor_embedding.model.loading import (
+    add_lora,
+    check_head,
+    checkpoint_activations,
+    choose_device,
+    choose_dtype,
+    compile_layers,
+    free_memory,
+    halve_frozen,
+    load_adapter,
+    load_decoder,
+    merge_lora,
+)
+
 from ..common.errors import InputError, Stopped
 from ..common.files import write_text
 from ..common.progress import progress_bar
@@ -59,20 +73,7 @@ from anchor_embedding.embed.embedder import (
     write_embedder,
 )
 from ..model.bidirectional import set_attention
-from anchor_embedding.model.decoder import (
-    CausalDecoder,
-    add_lora,
-    check_head,
-    checkpoint_activations,
-    choose_device,
-    choose_dtype,
-    compile_layers,
-    free_memory,
-    halve_frozen,
-    load_adapter,
-    load_decoder,
-    merge_lora,
-)
+from ..model.decoder import CausalDecoder
 from ..model.packing import attention_kernel
 from anchor_embedding.train.plan import (
     FREE,

@@ -408,7 +408,7 @@ def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> fl
     )
 
 # %% ../../nbs/train/20_plan.ipynb #36f4c9d2
-CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `decoder`
+CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `model.vocabulary`
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape, tokens: float) -> float:
