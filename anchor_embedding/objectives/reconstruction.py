@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
-from ..model.vocabulary import vocabulary_loss
 
 from ..common.errors import InputError
 from ..common.settings import Natural, NotNegative, Positive, Share, given
@@ -23,6 +22,7 @@ from ..model.decoder import CausalDecoder
 from ..model.packing import PackedBatch, pack
 from ..model.ranks import agreed_parts, gather_rows, global_sum, sync_gradients
 from ..model.text import TextTokenizer, opening_ids
+from ..model.vocabulary import bag_loss, vocabulary_loss
 from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
 from .objective import SIDES, Objective, PairTokens, TextLengths
 
@@ -230,6 +230,12 @@ class Anchored(Objective):
         }
 
 
+def _parted(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    "Terms in two: directions that are decoded, and directions of which a bag is wanted."
+    directions = [name for name in names if not name.startswith("bag_")]
+    return directions, [name.removeprefix("bag_") for name in names if name.startswith("bag_")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction(Anchored, TokenMeans):
     "Stage I, bidirectional reconstruction: alpha * L_Q2D + (1 - alpha) * L_D2Q (equation 5)."
@@ -242,6 +248,7 @@ class Reconstruction(Anchored, TokenMeans):
     target_tokens: Natural = 0  # only the first so many tokens of a text are decoded; 0 = all
     first_tokens: Natural = 0  # so many targets at the beginning of each text …
     first_weight: Positive = 1.0  # … count so much
+    bag_weight: NotNegative = 0.0  # of the bag of tokens of the same targets, by direction
     input_dropout: Share = 0.0  # share of the decoder's input tokens that EOS stands in for
     anchor_gradient: NotNegative = 1.0  # factor on the gradient that reaches the encode pass
     # shuffled: a control, every text is decoded behind the anchor of another pair
@@ -261,11 +268,19 @@ class Reconstruction(Anchored, TokenMeans):
         "With the token ids of its opening."
         return replace(self, before=opening_ids(self.decode_opening, tokenizer.template))
 
-    def weights(self) -> dict[str, float]:
-        "Every direction and its weight in the loss: alpha where documents are decoded."
+    def directions(self) -> dict[str, float]:
+        "Every direction and its weight: alpha where documents are decoded."
         if self.target == "itself":
             return {"q2q": 1 - self.alpha, "d2d": self.alpha}
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}
+
+    def weights(self) -> dict[str, float]:
+        "Every term and its weight in the loss: directions, and their bags of tokens."
+        directions = self.directions()
+        if not self.bag_weight:
+            return directions
+        bags = {f"bag_{name}": self.bag_weight * weight for name, weight in directions.items()}
+        return directions | bags
 
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Target tokens of every text of every direction."
@@ -275,13 +290,19 @@ class Reconstruction(Anchored, TokenMeans):
         ]
         return [[body[: self.target_tokens or None] for body in side] for side in bodies]
 
-    def counts(self, batch: TokenBatch, directions: Sequence[str]) -> list[float]:
-        "What the sums of each direction are divided by: their targets, by weight."
+    def bags(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
+        "Distinct target tokens of every text of every direction."
+        return [[sorted(set(body)) for body in side] for side in self.bodies(batch, directions)]
+
+    def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
+        "What the sum of each term is divided by: its targets, by weight."
+        directions, bagged = _parted(names)
         more = self.first_weight - 1
-        return [
+        counts = [
             sum(len(body) + more * min(len(body), self.first_tokens) for body in side)
             for side in self.bodies(batch, directions)
         ]
+        return counts + [sum(map(len, side)) for side in self.bags(batch, bagged)]
 
     def encode(
         self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
@@ -304,13 +325,19 @@ class Reconstruction(Anchored, TokenMeans):
             decoder, anchors, self.bodies(batch, directions), self.before, **noise, **first
         )
 
-    def sums(
-        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
-    ) -> torch.Tensor:
-        "(len(directions),) sums of -log p: both passes."
+    def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
+        "(len(names),) sums of -log p: both passes; directions come before their bags."
+        directions, bagged = _parted(names)
         anchors = self.encode(decoder, batch, directions)
         anchors = anchors.detach().lerp(anchors, self.anchor_gradient)
-        return self.decode(decoder, anchors, batch, directions)
+        sums = self.decode(decoder, anchors, batch, directions)
+        if not bagged:
+            return sums
+        by_direction = anchors.unflatten(0, (len(directions), -1))
+        vectors = by_direction[[directions.index(name) for name in bagged]].flatten(0, 1)
+        bags = [bag for side in self.bags(batch, bagged) for bag in side]
+        losses = bag_loss(decoder, vectors, bags).unflatten(0, (len(bagged), -1))
+        return torch.cat([sums, losses.sum(1)])
 
     def conflicts(self, recipe) -> Iterator[str]:
         "See `Objective.conflicts`."
@@ -339,7 +366,7 @@ class Reconstruction(Anchored, TokenMeans):
         whole = {"queries": lengths.query, "positives": lengths.document}
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
         most = self.target_tokens or math.inf
-        used = [SIDES[name] for name, weight in self.weights().items() if weight]
+        used = [SIDES[name] for name, weight in self.directions().items() if weight]
         targets = [min(bodies[target], most) + self.predict_eos for _, target in used]
         opening = lengths.opening if self.decode_opening == "encode" else 0
         return PairTokens(
@@ -347,7 +374,8 @@ class Reconstruction(Anchored, TokenMeans):
             document=lengths.document,
             encoded=self.read(*(whole[source] for source, _ in used)),
             decoded=tuple(target + opening for target in targets),
-            scored=sum(targets),
+            # a bag costs one projection of its anchor
+            scored=sum(targets) + (len(used) if self.bag_weight else 0),
         )
 
     def choices(self) -> dict:
@@ -383,7 +411,8 @@ def anchor_gain(
     are. Raises `InputError` for a single pair.
     """
     if isinstance(objective, Reconstruction):
-        objective = replace(objective, first_weight=1.0, target_tokens=0, predict_eos=False)
+        plain = {"first_weight": 1.0, "target_tokens": 0, "predict_eos": False, "bag_weight": 0.0}
+        objective = replace(objective, **plain)
     names = list(objective.weights())
     parts = objective.micro_batches(decoder, batch)
     own = torch.cat(
