@@ -8,17 +8,16 @@ __all__ = ['LanguageModel']
 # %% ../../nbs/objectives/32_language_model.ipynb #9bd7f5ae
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
-from ..model.vocabulary import vocabulary_loss
 
 from ..common.settings import Share, given
 from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
-from ..model.packing import pack
 from ..model.text import TextTokenizer
+from ..model.vocabulary import vocabulary_loss
+from .ceiling import last_states
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import TokenMeans
 
@@ -60,22 +59,12 @@ class LanguageModel(TokenMeans):
             pairs += [
                 (source.body, target.body) for source, target in zip(sources, targets, strict=True)
             ]
-        inputs = pack(
-            [[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs],
-            decoder.device,
-        )
-        scored = []
-        targets = []
-        for end, (_, target) in zip(accumulate(inputs.lengths), pairs, strict=True):
-            scored += range(end - len(target), end)
-            targets += target
-        scored, targets = (
-            torch.tensor(x, dtype=torch.int64).to(decoder.device, non_blocking=True)
-            for x in (scored, targets)
-        )
+        inputs = [[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs]
+        targets = [token for _, target in pairs for token in target]
+        targets = torch.tensor(targets, dtype=torch.int64).to(decoder.device, non_blocking=True)
         counts = self.counts(batch, names)
-        states = decoder.states(inputs)[scored].split(counts)
-        parts = zip(states, targets.split(counts), strict=True)
+        states = last_states(decoder, inputs, [len(target) for _, target in pairs])
+        parts = zip(states.split(counts), targets.split(counts), strict=True)
         return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
 
     def conflicts(self, recipe) -> Iterator[str]:
