@@ -21,7 +21,7 @@ from anchor_embedding.model.agreement import (
     distance,
     eager_outputs,
 )
-from .packing import ATTENTION, PackedBatch, pack, packed_forward
+from .packing import PackedBatch, pack, packed_forward
 
 # %% ../../nbs/model/50_decoder.ipynb #98019e57
 class CausalDecoder(nn.Module):

@@ -34,7 +34,7 @@ from anchor_embedding.model.fused import (
     fuse_with_liger,
     split_frozen,
 )
-from .packing import ATTENTION, pack
+from .packing import ATTENTION
 
 # %% ../../nbs/model/55_loading.ipynb #1058731d
 def choose_device() -> torch.device:

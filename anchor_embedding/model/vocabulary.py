@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from anchor_embedding.model.agreement import (
     LogitForm,
-    check_configuration,
 )
 from .decoder import CausalDecoder
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..common.errors import InputError
 from ..common.show import cell_text, rows_html
