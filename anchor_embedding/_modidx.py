@@ -2287,6 +2287,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.split_by_package': ( 'study/pipeline.html#split_by_package',
                                                                                                        'anchor_embedding/study/pipeline.py'),
+                                                 'anchor_embedding.study.pipeline.split_folder': ( 'study/pipeline.html#split_folder',
+                                                                                                   'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.split_pairs': ( 'study/pipeline.html#split_pairs',
                                                                                                   'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.untouched': ( 'study/pipeline.html#untouched',

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NOT_LOSSES', 'same_text', 'without_texts', 'SplitPairs', 'even_sample', 'group_sample', 'split_by_package',
-           'split_by_document', 'split_pairs', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of',
-           'claim_folder', 'collect', 'example_searches', 'run_pipeline', 'saying', 'collect_seeds', 'finish',
-           'remembering', 'all_ranks', 'ranks_by_seed', 'untouched', 'report_card']
+           'split_by_document', 'split_pairs', 'split_folder', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder',
+           'mean_of', 'claim_folder', 'collect', 'example_searches', 'run_pipeline', 'saying', 'collect_seeds',
+           'finish', 'remembering', 'all_ranks', 'ranks_by_seed', 'untouched', 'report_card']
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
@@ -203,6 +203,30 @@ def split_pairs(
     }
     train = [kept for pair in rest if (kept := without_texts(pair, texts))]
     return SplitPairs(train, test, source, clusters, development, others)
+
+# %% ../../nbs/study/50_pipeline.ipynb #6c7ffb7b
+def split_folder(
+    folder: str | Path,  # of files of pairs, one a dataset
+    most: int = 10_000,  # pairs of a file, at most
+    number: int = 2000,  # pairs of each held-out part, at most
+    seed: int = 0,
+) -> SplitPairs:
+    """Pairs of a sample of every file, without any text of the two held-out parts. Raises
+    `InputError` for a folder without pairs.
+    """
+    pool = []
+    for path in sorted(Path(folder).glob("*.jsonl*")):
+        rows = read_examples(path)
+        pool += random.Random(f"{seed} {path.name}").sample(rows, min(most, len(rows)))
+    if len(pool) < 4:
+        raise InputError(f"{folder}: {counted(len(pool), 'pair')} in *.jsonl and *.jsonl.gz")
+    parts = split_by_document(pool, number, len(pool) // 2, random.Random(seed))
+    heldout = [pair for chosen, _ in parts.values() for pair in chosen]
+    texts = {same_text(text) for pair in heldout for text in (pair.query, pair.positive)}
+    train = [kept for pair in pool if (kept := without_texts(pair, texts))]
+    source = {"data": str(folder), "judged_by": "test", "clusters": "document"}
+    source["parts"] = {name: len(chosen) for name, (chosen, _) in parts.items()}
+    return SplitPairs(train, parts["test"][0], source, parts["test"][1], *parts["development"])
 
 # %% ../../nbs/study/50_pipeline.ipynb #026d9369
 def run_arm(
