@@ -27,7 +27,7 @@ def _say(text: str) -> None:
 def quickstart(args: argparse.Namespace) -> None:
     "Both arms on a small model and real pairs, with a report."
     from anchor_embedding.study.pipeline import run_pipeline
-    from anchor_embedding.train.recipe import load_recipe
+    from anchor_embedding.train.recipe_files import load_recipe
 
     given = [
         f"{key}={value}"
@@ -44,7 +44,8 @@ def quickstart(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
     "One recipe or pipeline; `--dry-run` prints the first batch's loss terms instead."
-    from anchor_embedding.train.recipe import Pipeline, load_recipe
+    from anchor_embedding.train.recipe import Pipeline
+    from anchor_embedding.train.recipe_files import load_recipe
 
     recipe = load_recipe(args.recipe, args.set, _say)
     out = args.out or Path("runs") / recipe.name
@@ -142,7 +143,7 @@ def encode(args: argparse.Namespace) -> None:
 
     from anchor_embedding.common.files import atomic_file
     from anchor_embedding.common.show import counted
-    from anchor_embedding.data.examples import read_texts
+    from anchor_embedding.data.sources import read_texts
     from anchor_embedding.embed.embedder import Embedder
 
     texts = read_texts(args.texts)
@@ -168,7 +169,7 @@ def encode(args: argparse.Namespace) -> None:
 
 def recipes(args: argparse.Namespace) -> None:
     "The shipped recipes, a line each; or one in full; or the JSON schema that they all obey."
-    from anchor_embedding.train.recipe import load_recipe, recipe_schema, recipe_table
+    from anchor_embedding.train.recipe_files import load_recipe, recipe_schema, recipe_table
 
     if args.schema:
         print(json.dumps(recipe_schema(), indent=1))
@@ -181,7 +182,7 @@ def recipes(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace) -> None:
     "What a recipe will take, before anything runs: parameters, memory, tokens, FLOPs, hours."
     from anchor_embedding.train.plan import plan as make_plan
-    from anchor_embedding.train.recipe import load_recipe
+    from anchor_embedding.train.recipe_files import load_recipe
 
     made = make_plan(
         load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True
@@ -193,7 +194,7 @@ def data(args: argparse.Namespace) -> None:
     "Check pairs: counts, lengths, duplicates, empty fields, bad rows by file and line."
     from anchor_embedding.common.files import atomic_file
     from anchor_embedding.common.show import counted
-    from anchor_embedding.data.store import check_data, plot_lengths
+    from anchor_embedding.data.check import check_data, plot_lengths
 
     found = check_data(args.source)
     print(json.dumps(found.to_dict()) if args.json else found)
@@ -219,7 +220,7 @@ def mine(args: argparse.Namespace) -> None:
     from dataclasses import fields
 
     from anchor_embedding.embed.mining import MiningSettings, mine_negatives
-    from anchor_embedding.train.loop import find_instructions
+    from anchor_embedding.train.prepare import find_instructions
 
     settings = MiningSettings(
         **{field.name: getattr(args, field.name) for field in fields(MiningSettings)}

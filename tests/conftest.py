@@ -5,7 +5,7 @@ import json
 import pytest
 
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.data.examples import read_examples
+from anchor_embedding.data.sources import read_examples
 
 WORDS = PROSE.split()
 

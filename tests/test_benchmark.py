@@ -28,7 +28,7 @@ from anchor_embedding.evaluate.benchmark import (
     scores_table,
     sweep,
 )
-from anchor_embedding.evaluate.tasks import local_tasks
+from anchor_embedding.evaluate.local_tasks import local_tasks
 from anchor_embedding.model.decoder import CausalDecoder, probe
 from anchor_embedding.model.text import TextTokenizer
 
@@ -677,7 +677,7 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     """Stage II on a few pairs with task scores during training, then a sweep over its checkpoints."""
     from anchor_embedding.data.examples import Example
     from anchor_embedding.train.loop import train
-    from anchor_embedding.train.recipe import load_recipe
+    from anchor_embedding.train.recipe_files import load_recipe
 
     pairs = [
         Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever")

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from anchor_embedding.model.loading import add_lora, merge_lora
 from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
@@ -32,9 +31,10 @@ from anchor_embedding.embed.export import (
     template_tokenizer,
 )
 from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.train.loop import train
-from anchor_embedding.train.recipe import load_recipe
+from anchor_embedding.train.recipe_files import load_recipe
 
 MODELS = {
     "llama3": "llama",

@@ -14,7 +14,7 @@ from anchor_embedding.data.docstrings import docstring_pairs, heldout_part
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.study import pipeline
 from anchor_embedding.study.tournament import tournament
-from anchor_embedding.train.recipe import load_recipe
+from anchor_embedding.train.recipe_files import load_recipe
 
 WORDS = PROSE.split()
 

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from anchor_embedding.train.recipe import load_recipe
+from anchor_embedding.train.recipe_files import load_recipe
 
 MODULE = """
 from dataclasses import dataclass

@@ -9,11 +9,9 @@ from unittest import mock
 import pytest
 
 from anchor_embedding.train.plan import Plan, plan, trained_parameters, verdicts
-from anchor_embedding.train.recipe import (
-    Pipeline,
-    Recipe,
+from anchor_embedding.train.recipe import Pipeline, Recipe, from_toml
+from anchor_embedding.train.recipe_files import (
     deviations,
-    from_toml,
     load_recipe,
     recipe_table,
     shipped_recipes,
@@ -204,10 +202,10 @@ def test_training_stages(model):
 
 
 def test_files_say_where_their_numbers_are_from():
-    from anchor_embedding.train import recipe
+    from anchor_embedding.train import recipe_files
 
-    folder = recipe.files("anchor_embedding") / "recipes"
-    for name, file in recipe._files(folder):
+    folder = recipe_files.files("anchor_embedding") / "recipes"
+    for name, file in recipe_files._files(folder):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# "), f"{name}: no comment names the source of its numbers"
         assert tomllib.loads(text)["name"] == name

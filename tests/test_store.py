@@ -21,8 +21,10 @@ import pytest
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.batches import BatchPlan, Instructions
-from anchor_embedding.data.examples import fingerprint, read_examples
-from anchor_embedding.data.store import check_data, open_examples
+from anchor_embedding.data.check import check_data
+from anchor_embedding.data.examples import fingerprint
+from anchor_embedding.data.sources import read_examples
+from anchor_embedding.data.store import open_examples
 
 OLD_NAMES = """allnli_split1 allnli_split2 dureader eli5_question_answer fever hotpot_qa miracl mrtydi msmarco_passage msmarco_document nq
     quora_duplicates_split1 quora_duplicates_split2 squad t2ranking trivia_qa""".split()

@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.evaluate.tasks import (
-    PROMPTS,
+from anchor_embedding.evaluate.local_tasks import (
     data_fingerprint,
-    find_tasks,
-    gets_instruction,
     local_tasks,
     open_tasks,
+    task_size,
+)
+from anchor_embedding.evaluate.tasks import (
+    PROMPTS,
+    find_tasks,
+    gets_instruction,
     paper_instruction,
     split_names,
     subset15,
     task_instruction,
-    task_size,
 )
 
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None

@@ -25,7 +25,8 @@ from anchor_embedding.study.tournament import (
     spend,
     tournament,
 )
-from anchor_embedding.train.recipe import from_toml, load_recipe
+from anchor_embedding.train.recipe import from_toml
+from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.runs import read_log
 
 WORDS = PROSE.split()

@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from anchor_embedding.model.loading import load_decoder
 
 from anchor_embedding.data.batches import Instructions, tokenize_batch
+from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.objectives.reconstruction import anchor_gain
-from anchor_embedding.train.loop import WATCHED, Training, make_data, prepare_tokenizer, train
+from anchor_embedding.train.loop import WATCHED, Training, train
+from anchor_embedding.train.prepare import make_data, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
 
 

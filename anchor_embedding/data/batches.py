@@ -21,7 +21,8 @@ import numpy as np
 
 from ..common.errors import InputError
 from ..common.show import counted, rows_html
-from .examples import BadRow, Example, csv_rows
+from .examples import Example
+from .sources import BadRow, csv_rows
 from ..model.text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/data/40_batches.ipynb #fa467da4

@@ -30,7 +30,8 @@ from ..common.files import atomic_file
 from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.batches import Instructions
-from ..data.examples import Example, fingerprint_line, read_texts
+from ..data.examples import Example, fingerprint_line
+from ..data.sources import read_texts
 from ..data.store import ExampleStore, open_examples
 from .embedder import Embedder
 from anchor_embedding.embed.encoders import (

@@ -31,8 +31,6 @@ import torch
 from filelock import FileLock, Timeout
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #a91dc61d
-from ..model.loading import choose_device, choose_dtype
-
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.progress import progress_bar
@@ -47,16 +45,16 @@ from anchor_embedding.embed.encoders import (
     model_revision,
     replicate,
 )
+from .local_tasks import open_tasks, task_size
 from anchor_embedding.evaluate.tasks import (
     Asking,
     _resource,
     asking_line,
     check_prompts,
     find_asking,
-    open_tasks,
-    task_size,
 )
 from ..model.base import resolve_base
+from ..model.loading import choose_device, choose_dtype
 from ..model.text import TextTokenizer
 from ..train.runs import RunFolder, read_log
 
@@ -845,7 +843,7 @@ def _say_asking(asking: Asking | None, heading: str | None, say) -> None:
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c5e90289
 def evaluate(
     model: str | os.PathLike | Embedder,  # see `load_model`
-    tasks: str | Sequence[str] | None = "subset15",  # see `tasks.open_tasks`
+    tasks: str | Sequence[str] | None = "subset15",  # see `local_tasks.open_tasks`
     # `NAME/scores.json`, and `results/` as mteb submits them
     out: str | os.PathLike = "evaluations",
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub
@@ -1071,7 +1069,7 @@ class TaskEvaluator:
 
     def __init__(
         self,
-        tasks: str | Sequence[str] | None,  # see `tasks.open_tasks`
+        tasks: str | Sequence[str] | None,  # see `local_tasks.open_tasks`
         data_dir: str | os.PathLike | None = None,
         prompts: str = "auto",  # see `tasks.PROMPTS`
         batch_tokens: int = 8192,

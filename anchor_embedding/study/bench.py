@@ -40,8 +40,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
-from ..model.loading import choose_device, choose_dtype
-
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.provenance import device_name, installed_versions, source_commit
@@ -53,13 +51,9 @@ from ..data.store import open_examples
 from ..embed.embedder import load_embedder
 from ..embed.export import export_embedder
 from ..model.base import resolve_base
+from ..model.loading import choose_device, choose_dtype
 from ..model.text import TextTokenizer, TokenizedText
-from anchor_embedding.train.loop import (
-    fit_to_device,
-    make_optimizer,
-    prepare_embedder,
-    update_weights,
-)
+from ..train.loop import make_optimizer, update_weights
 from anchor_embedding.train.plan import (
     ModelShape,
     count_parameters,
@@ -67,7 +61,9 @@ from anchor_embedding.train.plan import (
     shape_from_config,
     trained_parameters,
 )
-from ..train.recipe import Recipe, load_recipe
+from ..train.prepare import fit_to_device, prepare_embedder
+from ..train.recipe import Recipe
+from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/70_bench.ipynb #a955be24
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

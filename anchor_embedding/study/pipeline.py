@@ -27,7 +27,8 @@ from ..common.errors import InputError, Stopped
 from ..common.files import write_text
 from ..common.show import counted
 from ..data.docstrings import docstring_pairs, heldout_part
-from ..data.examples import Example, read_examples
+from ..data.examples import Example
+from ..data.sources import read_examples
 from ..embed.embedder import Embedder
 from ..evaluate.retrieval import HeldoutRetrieval, connected
 from ..model.base import resolve_base
@@ -38,8 +39,10 @@ from anchor_embedding.study.report import (
     read_metrics,
     results_table,
 )
-from ..train.loop import prepare_tokenizer, train
-from ..train.recipe import Pipeline, load_recipe
+from ..train.loop import train
+from ..train.prepare import prepare_tokenizer
+from ..train.recipe import Pipeline
+from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #8a61c0d2
 def same_text(text: str) -> str:

@@ -40,7 +40,7 @@ from anchor_embedding.study.figures import (
     stage_objective,
     style,
 )
-from ..train.recipe import load_recipe
+from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/20_report.ipynb #392380a7
 def _json_object(path, number, line):

@@ -54,16 +54,11 @@ from anchor_embedding.study.pipeline import (
 )
 from .report import read_metrics, results_table, seed_figures
 from .steps import time_steps
-from ..train.loop import instructions_record, train
+from ..train.loop import train
 from ..train.plan import find_shape, measured_lengths, plan
-from anchor_embedding.train.recipe import (
-    EvaluationPlan,
-    Pipeline,
-    Recipe,
-    RunSettings,
-    load_recipe,
-    override,
-)
+from ..train.prepare import instructions_record
+from ..train.recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, override
+from ..train.recipe_files import load_recipe
 from ..train.runs import read_log
 
 # %% ../../nbs/study/60_tournament.ipynb #d931d4de

@@ -31,7 +31,8 @@ from ..common.errors import InputError
 from ..common.progress import in_notebook, progress_bar
 from ..common.show import LossCurve
 from ..model.ranks import STOP_SIGNALS
-from .recipe import Recipe, load_recipe, override
+from .recipe import Recipe, override
+from .recipe_files import load_recipe
 from .runs import resume_line
 
 # %% ../../nbs/train/50_launch.ipynb #85dabee1

@@ -27,7 +27,8 @@ from ..common.files import cache_folder
 from ..common.settings import closest
 from ..common.show import facts_html
 from ..objectives.objective import PairTokens, TextLengths
-from .recipe import AUTOMATIC, Pipeline, Recipe, load_recipe, shipped_recipes
+from .recipe import AUTOMATIC, Pipeline, Recipe
+from .recipe_files import load_recipe, shipped_recipes
 
 # %% ../../nbs/train/20_plan.ipynb #1ba57569
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ __all__ = ['Pooling', 'LORA', 'AUTOMATIC', 'GROUPS', 'SubjectSettings', 'TextSet
            'RunSettings', 'owners', 'Saved', 'Recipe', 'replace_settings', 'show_text', 'show_html', 'toml_value',
            'toml_table', 'recipe_toml', 'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'pipeline_dict',
            'pipeline_toml', 'takes', 'kinds_of', 'kind_of', 'extended', 'recipe_from_dict', 'pipeline_from_dict',
-           'from_toml', 'parse_value', 'parse_overrides', 'with_share', 'override', 'shipped_recipes', 'recipe_table',
-           'load_recipe', 'recipe_schema', 'deviations']
+           'from_toml', 'parse_value', 'parse_overrides', 'with_share', 'override']
 
 # %% ../../nbs/train/10_recipe.ipynb #32cf39c8
 import html
@@ -21,11 +20,10 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, Field, InstanceOf, ValidationError, create_model
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from ..common.errors import InputError
 from ..common.files import write_text
@@ -641,7 +639,9 @@ def extended(
     if "extends" not in values:
         return dict(values)
     own = {key: value for key, value in values.items() if key != "extends"}
-    parent = (load or load_recipe)(check_setting("extends", values["extends"], str))
+    if load is None:
+        raise InputError("`extends`: only `load_recipe` finds another recipe; write all settings")
+    parent = load(check_setting("extends", values["extends"], str))
     if isinstance(parent, Pipeline):
         raise InputError(
             f"`extends` = {values['extends']!r} is a pipeline: name a recipe of one stage"
@@ -656,7 +656,7 @@ def extended(
 
 def recipe_from_dict(
     values: Mapping,  # as in a TOML file
-    load: Callable | None = None,  # finds what `extends` names; None: `load_recipe`
+    load: Callable | None = None,  # finds what `extends` names; None: it is refused
 ) -> Recipe:
     "A recipe from the settings of a TOML file."
     extends = values.get("extends")
@@ -739,7 +739,7 @@ def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
 def from_toml(
     text: str,  # a TOML document
     source: str = "recipe",  # where it is from, for messages: usually the path
-    load: Callable | None = None,  # finds what `extends` names; None: `load_recipe`
+    load: Callable | None = None,  # finds what `extends` names; None: it is refused
 ) -> Recipe | Pipeline:
     """The recipe or pipeline written in `text`; InputError names `source`, and the line where the
     TOML itself is broken.
@@ -922,150 +922,3 @@ def override(
     }
     stages = {name: recipe.stages[name].replace(**change) for name, change in changes.items()}
     return replace(recipe, **top, stages=stages, evaluation=replace(recipe.evaluation, **plan))
-
-# %% ../../nbs/train/10_recipe.ipynb #c5516dfe
-def _files(folder, prefix=""):
-    "(name, file) of every recipe in a folder of the package and below it."
-    for entry in sorted(folder.iterdir(), key=lambda e: (e.is_dir(), e.name)):
-        if entry.is_dir():
-            yield from _files(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".toml"):
-            yield prefix + entry.name.removesuffix(".toml"), entry
-
-
-def shipped_recipes() -> dict[str, str]:  # name → one-line description
-    "The recipes that come with the package; the general ones first, then those of every model."
-    found = _files(files("anchor_embedding") / "recipes")
-    return {
-        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"] for name, file in found
-    }
-
-
-def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a folder
-    "The shipped recipes whose name begins with `prefix`, for the terminal."
-    lines = []
-    last = ""
-    for name, description in shipped_recipes().items():
-        folder, _, short = name.rpartition("/")
-        if name.startswith(prefix):
-            lines += ["", f"{folder}/"] if folder != last else []
-            lines.append("  " * bool(folder) + f"{short:{28 - 2 * bool(folder)}} {description}")
-            last = folder
-    if not lines:
-        raise InputError(
-            f"no shipped recipe is called {prefix}…; `anchor recipes` lists all of them"
-        )
-    return "\n".join(lines).lstrip("\n")
-
-# %% ../../nbs/train/10_recipe.ipynb #b835abce
-def _read(name_or_path, folder):
-    "(text, folder that its `extends` counts from) of a shipped name or of a file."
-    path = Path(folder) / name_or_path
-    shipped = dict(_files(files("anchor_embedding") / "recipes"))
-    if str(name_or_path) in shipped:
-        return shipped[str(name_or_path)].read_text(encoding="utf-8"), Path()
-    try:
-        return path.read_text(encoding="utf-8"), path.parent
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder: give the TOML file in it") from None
-    except UnicodeDecodeError as e:
-        raise InputError(
-            f"{path}: not UTF-8 text ({e.reason} at byte {e.start}); save it as UTF-8"
-        ) from None
-    except OSError as e:
-        inside = [name for name in shipped if name.startswith(f"{name_or_path}/")]
-        hint = (
-            f"name one of its recipes, like `{inside[-1]}`"
-            if inside
-            else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
-        )
-        raise InputError(
-            f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file "
-            f"({e.strerror}); {hint}"
-        ) from None
-
-
-def _load(name_or_path, folder=Path(), chain=()):
-    "A recipe and what it extends; `chain` holds the names that led here."
-    if str(name_or_path) in chain:
-        raise InputError("`extends` goes in a circle: " + " → ".join([*chain, str(name_or_path)]))
-    text, folder = _read(name_or_path, folder)
-    return from_toml(
-        text, str(name_or_path), lambda name: _load(name, folder, (*chain, str(name_or_path)))
-    )
-
-# %% ../../nbs/train/10_recipe.ipynb #ca847b2c
-def load_recipe(
-    # a shipped name ("stage1", "llama-3.1-8b/stage2", …) or the path of a TOML file
-    name_or_path,
-    overrides: Iterable[str] | Mapping = (),  # "key=value", see `parse_overrides`
-    say: Callable[[str], None] | None = None,  # see `override`
-) -> Recipe | Pipeline:
-    "A shipped recipe or one from a file, with overrides; InputError says what is wrong where."
-    return override(_load(name_or_path), overrides, say)
-
-# %% ../../nbs/train/10_recipe.ipynb #8a868d23
-def _properties(kind: type) -> dict:
-    "The JSON schema of each setting of a recipe's groups or of an objective."
-    kinds = {name: annotation for name, annotation in kinds_of(kind).items() if name != "objective"}
-    recipe = issubclass(kind, BaseModel)
-    usual = (
-        {name: f.default for name, f in kind.model_fields.items()} if recipe else settings_of(kind)
-    )
-    model = create_model(
-        "Settings", **{name: (annotation, usual[name]) for name, annotation in kinds.items()}
-    )
-    made = model.model_json_schema()["properties"]
-    return {
-        name: {key: value for key, value in entry.items() if key != "title"}
-        for name, entry in made.items()
-    }
-
-
-def recipe_schema() -> dict:
-    """A JSON schema of the TOML files of recipes: of one stage with each objective of this package,
-    and of pipelines.
-    """
-    shared = _properties(Recipe) | {"extends": {"type": "string"}}
-    stages = []
-    for name in objective_names():
-        own = {"objective": {"const": name}, **_properties(find_objective(name))}
-        stages.append(
-            {"properties": {**shared, **own}, "required": ["name"], "additionalProperties": False}
-        )
-    tables = {"type": "object", "additionalProperties": {"type": "object"}}
-    evaluation = {"properties": _properties(EvaluationPlan), "additionalProperties": False}
-    arms = {
-        "type": "object",
-        "additionalProperties": {"type": "array", "items": {"type": "string"}},
-    }
-    parts = {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "shared": {"type": "object"},
-    }
-    pipeline = parts | {"stages": tables, "arms": arms, "evaluation": evaluation}
-    stages.append(
-        {
-            "properties": pipeline,
-            "required": ["name", "stages", "arms"],
-            "additionalProperties": False,
-        }
-    )
-    draft = "https://json-schema.org/draft/2020-12/schema"
-    return {
-        "$schema": draft,
-        "title": "A recipe of anchor_embedding",
-        "type": "object",
-        "anyOf": stages,
-    }
-
-# %% ../../nbs/train/10_recipe.ipynb #93817916
-def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)
-    "Where a recipe departs from its objective's paper; nothing for an objective that has none."
-    if not recipe.objective.paper:
-        return {}
-    apart = {"base", "data", *RunSettings.model_fields}
-    differences = recipe.differences(load_recipe(recipe.objective.paper))
-    found = {key: pair for key, pair in differences.items() if key not in apart}
-    return found | recipe.objective.departures(recipe)
