@@ -18,7 +18,6 @@ from anchor_embedding.cli import main
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.train import loop as training
-from anchor_embedding.train import prepare
 from anchor_embedding.train.loop import Training, compare_gradients, dry_run, train
 from anchor_embedding.train.prepare import make_data, prepare_embedder
 from anchor_embedding.train.recipe import Recipe
@@ -118,7 +117,7 @@ def test_what_is_not_compared_and_why(bases):
     def compared(recipe, free=1e12, world=1):
         embedder, _ = prepare_embedder(recipe, torch.device("cpu"), say=quiet)
         batch = make_data(recipe, embedder.tokenizer, PAIRS).batch(0)
-        with mock.patch.object(prepare, "free_memory", lambda device: free):
+        with mock.patch.object(training, "free_memory", lambda device: free):
             return compare_gradients(recipe, embedder, batch, world), sum(
                 p.numel() for p in embedder.decoder.parameters()
             )
@@ -206,7 +205,6 @@ import torch
 sys.path.insert(0, {tests!r})
 from test_gradients import PAIRS, SHARED, quiet
 from anchor_embedding.train import loop as training
-from anchor_embedding.train import prepare
 from anchor_embedding.model.ranks import end_process
 from anchor_embedding.train.recipe import Recipe
 torch.set_num_threads(1)

@@ -7,7 +7,6 @@ __all__ = ['length_summary', 'check_data', 'DataCheck', 'plot_lengths']
 
 # %% ../../nbs/data/35_check.ipynb #29279619
 import hashlib
-import json
 import os
 from array import array
 from dataclasses import asdict, dataclass

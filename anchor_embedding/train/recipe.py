@@ -20,7 +20,6 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, InstanceOf, ValidationError
