@@ -29,7 +29,9 @@ from .reconstruction import Reconstruction, decode_states, no_targets
 @lru_cache(maxsize=1)
 def _teacher(name: str, device: torch.device, dtype: torch.dtype | None) -> CausalDecoder:
     "The frozen teacher, loaded once a process."
-    decoder = load_decoder(resolve_base(name).path, torch.float32, device, dtype)
+    # asked for inside a forward pass, but probed in float32 like any model
+    with torch.autocast(device.type, enabled=False):
+        decoder = load_decoder(resolve_base(name).path, torch.float32, device, dtype)
     return decoder.requires_grad_(False)
 
 
