@@ -140,7 +140,10 @@ def check_data(
     """Read all of a source and count what is in it. Raises `InputError` only when there is nothing
     to read.
     """
-    source, parts, tallies, bad = os.fspath(source), find_parts(source), {}, []
+    source = os.fspath(source)
+    parts = find_parts(source)
+    tallies = {}
+    bad = []
     with counted_parts(parts, source, progress) as opened:
         count = sum(_check_part(part, tallies, bad, opened) for part in parts)
     return DataCheck(

@@ -122,11 +122,9 @@ class _MappedRows:
         self.path = path
         self.file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
-        self.map, self.touched, self.state = (
-            mmap.mmap(self.file, 0, access=mmap.ACCESS_READ),
-            0,
-            self._state(),
-        )
+        self.map = mmap.mmap(self.file, 0, access=mmap.ACCESS_READ)
+        self.touched = 0
+        self.state = self._state()
         if len(self.map) != size:
             raise ValueError(f"{path} is not whole")
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
@@ -414,7 +412,8 @@ def open_examples(
     """The examples of a source; reads it once and maps what was kept afterwards. Raises
     `InputError` naming file, line and remedy.
     """
-    source, parts = os.fspath(source), find_parts(source)
+    source = os.fspath(source)
+    parts = find_parts(source)
     origin = [str(Path(source).resolve()) if Path(source).exists() else source, on_bad_row]
     key = hashlib.sha256(json.dumps([_FORMAT, origin, _stamps(parts)]).encode()).hexdigest()[:24]
     folder = cache_folder() / "stores" / key

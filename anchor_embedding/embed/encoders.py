@@ -167,10 +167,8 @@ def replicate(
     others = list(find_devices(embedder) if devices is None else devices)[1:]
     copies = [copy.copy(embedder) for _ in others]
     for other, device in zip(copies, others, strict=True):
-        other.decoder, other.tokenizer = (
-            copy.deepcopy(embedder.decoder).to(device),
-            copy.deepcopy(embedder.tokenizer),
-        )
+        other.decoder = copy.deepcopy(embedder.decoder).to(device)
+        other.tokenizer = copy.deepcopy(embedder.tokenizer)
     return [embedder, *copies]
 
 

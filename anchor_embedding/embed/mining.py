@@ -159,12 +159,10 @@ class _Places:
     """
 
     def __init__(self):
-        self.keys, self.exact, self.rows, self.slots = (
-            array("Q"),
-            array("Q"),
-            array("q"),
-            array("i"),
-        )
+        self.keys = array("Q")
+        self.exact = array("Q")
+        self.rows = array("q")
+        self.slots = array("i")
 
     def add(self, text: str, row: int, slot: int) -> None:
         self.keys.append(folded_hash(text))
@@ -323,10 +321,8 @@ class Bm25Scores:
         import bm25s
 
         corpus = [words for texts in parts for words in _words(texts)]
-        self.size, self.found = (
-            len(corpus),
-            bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None,
-        )
+        self.size = len(corpus)
+        self.found = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
         if self.found:
             self.found.index(corpus, show_progress=False)
         yield
@@ -422,11 +418,9 @@ class _Tally:
     "Counts and sums over queries."
 
     def __init__(self, settings: MiningSettings):
-        self.settings, self.counts = (
-            settings,
-            dict.fromkeys(
-                ("queries", "negatives", "fewer", "none", "first", "close", "looked_at"), 0
-            ),
+        self.settings = settings
+        self.counts = dict.fromkeys(
+            ("queries", "negatives", "fewer", "none", "first", "close", "looked_at"), 0
         )
         self.sums = dict.fromkeys(("positive", "negative_score", "margin"), 0.0)
 

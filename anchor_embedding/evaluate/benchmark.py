@@ -1079,11 +1079,9 @@ class TaskEvaluator:
             opened = open_tasks(tasks, data_dir)
         if broken := [task for task in opened.values() if isinstance(task, InputError)]:
             raise broken[0]
-        self.tasks, self.prompts, self.options = (
-            opened,
-            check_prompts(prompts),
-            {"batch_tokens": batch_tokens, "max_length": max_length},
-        )
+        self.tasks = opened
+        self.prompts = check_prompts(prompts)
+        self.options = {"batch_tokens": batch_tokens, "max_length": max_length}
 
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."

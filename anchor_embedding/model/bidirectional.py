@@ -48,7 +48,8 @@ def set_attention(
     """
     if attention not in ATTENTIONS:
         raise InputError(f"attention is {attention!r}; give one of {', '.join(ATTENTIONS)}")
-    decoder.attention, name = attention, type(decoder.causal_lm).__name__
+    decoder.attention = attention
+    name = type(decoder.causal_lm).__name__
     if sees_later_tokens(decoder) != (attention == "bidirectional"):
         decoder.attention = "causal"
         raise InputError(

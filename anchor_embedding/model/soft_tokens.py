@@ -105,7 +105,8 @@ class _VocabularyMix(torch.autograd.Function):
         states, head, table, mix, normalizer = ctx.saved_tensors
         low = states.to(ctx.dtype)
         table = head if ctx.one_table else table
-        upstream, inner = upstream.to(ctx.dtype), (mix * upstream).sum(1, keepdim=True)
+        inner = (mix * upstream).sum(1, keepdim=True)
+        upstream = upstream.to(ctx.dtype)
         by_states = torch.zeros_like(states, dtype=torch.float32)
         by_head, by_table = (
             torch.zeros_like(x) if needed else None

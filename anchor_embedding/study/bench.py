@@ -292,10 +292,8 @@ class Clock:
 
     def __exit__(self, *error):
         _wait(self.device)
-        self.seconds, self.cpu_seconds = (
-            time.perf_counter() - self.began[0],
-            time.process_time() - self.began[1],
-        )
+        self.seconds = time.perf_counter() - self.began[0]
+        self.cpu_seconds = time.process_time() - self.began[1]
         if self.memory:
             self.peak = (
                 torch.cuda.max_memory_allocated(self.device)

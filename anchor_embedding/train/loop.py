@@ -479,10 +479,8 @@ def prepare(
     )
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
     run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
-    run.decoder, run.objective = (
-        run.embedder.decoder,
-        recipe.objective.prepared(run.embedder.tokenizer),
-    )
+    run.decoder = run.embedder.decoder
+    run.objective = recipe.objective.prepared(run.embedder.tokenizer)
     check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source)

@@ -182,7 +182,8 @@ class BatchesAhead:
         if step + 1 >= self.steps:
             yield
             return
-        self.step, self.found = step + 1, self.pool.submit(self.make, step + 1)
+        self.step = step + 1
+        self.found = self.pool.submit(self.make, step + 1)
         try:
             yield
         finally:
