@@ -783,8 +783,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'anchor_embedding/evaluate/benchmark.py'),
                                                      'anchor_embedding.evaluate.benchmark._asking_or_none': ( 'evaluate/benchmark.html#_asking_or_none',
                                                                                                               'anchor_embedding/evaluate/benchmark.py'),
-                                                     'anchor_embedding.evaluate.benchmark._cards': ( 'evaluate/benchmark.html#_cards',
-                                                                                                     'anchor_embedding/evaluate/benchmark.py'),
                                                      'anchor_embedding.evaluate.benchmark._check_length': ( 'evaluate/benchmark.html#_check_length',
                                                                                                             'anchor_embedding/evaluate/benchmark.py'),
                                                      'anchor_embedding.evaluate.benchmark._checkpoints': ( 'evaluate/benchmark.html#_checkpoints',

@@ -6,12 +6,14 @@ class InputError(ValueError):
 
 
 class Stopped(Exception):
-    """A run ended because it was told to (Ctrl-C, SIGTERM), with everything up to then saved; `signal` is its number,
-    `remedy` how it goes on."""
+    """A run ended because it was told to (Ctrl-C, SIGTERM), with everything up to then saved;
+    `signal` is its number, `remedy` how it goes on.
+    """
 
     def __init__(self, message: str, signal: int, remedy: str = "go on with --resume"):
         super().__init__(message)
-        self.signal, self.remedy = signal, remedy
+        self.signal = signal
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.remedy}"

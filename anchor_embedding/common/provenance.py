@@ -71,6 +71,8 @@ def find_cards(
         run for run in folder.parent.glob(f"runs/{folder.name}-*") if not (run / "final").exists()
     ]
     run = runs[0] if len(runs) == 1 else folder.parent
+    if (folder / "card.json").is_file():  # the run itself
+        run = folder
     cards = []
     while (run / "card.json").is_file() and len(cards) < 9:
         try:

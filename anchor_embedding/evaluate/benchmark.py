@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import platform
 import random
 import re
 import shutil
@@ -34,7 +33,12 @@ from filelock import FileLock, Timeout
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.progress import progress_bar
-from ..common.provenance import installed_versions, source_commit
+from anchor_embedding.common.provenance import (
+    device_name,
+    find_cards,
+    installed_versions,
+    source_commit,
+)
 from ..common.show import counted
 from ..embed.embedder import Embedder, read_settings, read_tokenizer
 from anchor_embedding.embed.encoders import (
@@ -247,26 +251,6 @@ def _training_tasks() -> dict[str, list[str]]:
     return {row["dataset"]: row["tasks"].split() for row in _resource("training_tasks.csv")}
 
 
-def _cards(model: Path) -> list[dict]:
-    "The card of the run that made a model, and those of the runs that made its base."
-    places = [model / "card.json", model.parent / "card.json"]
-    if (model.parent / "pipeline.toml").exists():  # an arm's result lies beside its runs
-        places += sorted(model.parent.glob(f"runs/{model.name}-*/card.json"), reverse=True)[:1]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        return []
-    card = json.loads(found.read_text(encoding="utf-8"))
-    base = Path(card["recipe"]["base"])
-    return [
-        card,
-        *(
-            _cards(base)
-            if base.exists() and base.resolve() not in (model.resolve(), found.parent.resolve())
-            else []
-        ),
-    ]
-
-
 def _dataset_names(card: dict) -> list[str] | None:
     "The datasets that a run was trained on; None when nothing tells."
     data = card["recipe"]["data"]
@@ -286,7 +270,7 @@ def trained_on(
     model: str | os.PathLike,  # a run, a checkpoint, a pipeline's arm
 ) -> set[str] | None:  # as mteb names tasks; None when nothing tells
     "The tasks whose training data a model has seen, over all its stages."
-    names = [_dataset_names(card) for card in _cards(Path(model))]
+    names = [_dataset_names(card) for card in find_cards(Path(model))]
     if not names or None in names:
         return None
     return {
@@ -622,10 +606,10 @@ def _without_folders(recipe: dict) -> dict:
 
 def _describe(loaded, source: str | Embedder, name: str, about: dict, asking: Asking | None):
     "What mteb is told of a loaded model, and what `about` says of it beyond its identity."
-    cards = [] if isinstance(source, Embedder) else _cards(Path(source))
+    cards = [] if isinstance(source, Embedder) else find_cards(Path(source))
     training = trained_on(source) if cards else None
     if isinstance(loaded, Embedder):
-        base = cards[-1]["recipe"]["base"] if cards else None
+        base = cards[0]["recipe"]["base"] if cards else None
         base = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
         meta = model_meta(
             loaded, name, about["revision"], training, base, asking, about["max_length"]
@@ -642,14 +626,9 @@ def _describe(loaded, source: str | Embedder, name: str, about: dict, asking: As
         device = loaded.model.device
         more = {"wording": "the model's own, through mteb's wrapper, as its length and dtype are"}
         loaded.mteb_model_meta = meta
-    device = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} {platform.machine()}"
-    )
-    recipe = {"recipe": _without_folders(cards[0]["recipe"])} if cards else {}
+    recipe = {"recipe": _without_folders(cards[-1]["recipe"])} if cards else {}
     return meta, more | recipe | {
-        "device": device,
+        "device": device_name(device),
         "trained_on": None if training is None else sorted(training),
     }
 
