@@ -51,7 +51,10 @@ class DistilledReconstruction(Reconstruction):
 
     def prepared(self, tokenizer: TextTokenizer) -> "DistilledReconstruction":
         "With the ids of its opening and of a line break; the teacher's tokenizer must be the same."
-        theirs = load_tokenizer(resolve_base(self.teacher).path)
+        try:
+            theirs = load_tokenizer(resolve_base(self.teacher).path)
+        except InputError as error:
+            raise InputError(f"`teacher` = {self.teacher!r}: {error}") from None
         if theirs.get_vocab() != tokenizer.tokenizer.get_vocab():
             raise InputError(
                 f"`teacher` = {self.teacher!r}: its tokenizer has other tokens than that of the "
