@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from anchor_embedding.model.loading import add_lora, load_decoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anchor_embedding.cli import main
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example
+from anchor_embedding.model.loading import add_lora, load_decoder
 from anchor_embedding.model.text import TextTokenizer, opening_ids
 from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 

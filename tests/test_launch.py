@@ -38,7 +38,7 @@ if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", ""):
 
     torch.optim.AdamW.step = step
 """
-START = "import json, sys; from anchor_embedding.train.launch import launch; from anchor_embedding.train.recipe import load_recipe; " \
+START = "import json, sys; from anchor_embedding.train.launch import launch; from anchor_embedding.train.recipe_files import load_recipe; " \
         "launch(load_recipe(sys.argv[1]), **json.loads(sys.argv[2]), say=lambda text: print(text, flush=True))"  # fmt: skip
 
 

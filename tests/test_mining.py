@@ -14,13 +14,13 @@ import pytest
 from anchor_embedding.cli import main
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.docstrings import docstring_pairs
-from anchor_embedding.data.examples import read_examples
+from anchor_embedding.data.sources import read_examples
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.embed.mining import MiningSettings, mine_negatives
 from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
 from anchor_embedding.train.loop import train
-from anchor_embedding.train.recipe import load_recipe
+from anchor_embedding.train.recipe_files import load_recipe
 
 QUIET = {"progress": False, "say": lambda text: None}
 

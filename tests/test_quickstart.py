@@ -12,7 +12,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.study.pipeline import run_pipeline
-from anchor_embedding.train.recipe import load_recipe
+from anchor_embedding.train.recipe_files import load_recipe
 
 METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from anchor_embedding.model.loading import add_lora, merge_lora
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import MODEL_KINDS, tiny_model, tiny_tokenizer
@@ -24,6 +23,7 @@ from anchor_embedding.embed.reading import (
     reading_report,
     reconstruction_losses,
 )
+from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.packing import pack
 
 LOAD = {"dtype": "float32", "device": "cpu"}

@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from anchor_embedding.model.loading import merge_lora
 from safetensors.torch import load_file
 from test_distributed import PAIRS, start
 
@@ -16,6 +15,7 @@ from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
+from anchor_embedding.model.loading import merge_lora
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.train.loop import dry_run, train
 from anchor_embedding.train.recipe import Recipe

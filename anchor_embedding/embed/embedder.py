@@ -19,13 +19,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from anchor_embedding.model.loading import (
-    check_head,
-    choose_device,
-    choose_dtype,
-    load_decoder,
-    load_tokenizer,
-)
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -37,6 +30,13 @@ from ..common.show import facts_html
 from ..model.base import resolve_base
 from ..model.bidirectional import set_attention
 from ..model.decoder import POOLINGS, CausalDecoder, check_echo
+from anchor_embedding.model.loading import (
+    check_head,
+    choose_device,
+    choose_dtype,
+    load_decoder,
+    load_tokenizer,
+)
 from ..model.packing import pack, token_budget_batches
 from anchor_embedding.model.soft_tokens import (
     STEP_POOLINGS,

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ..model.loading import check_head
 
 from ..common.errors import InputError
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
 from ..data.examples import Example
 from .retrieval import mean_cosine
 from ..model.decoder import CausalDecoder
+from ..model.loading import check_head
 from ..model.packing import pack, token_budget_batches
 from ..model.text import opening_ids
 from anchor_embedding.objectives.ceiling import (

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Annotated, ClassVar
 
 import torch
-from ..model.vocabulary import vocabulary_loss
 from pydantic import Field
 
 from ..common.errors import InputError
@@ -23,6 +22,7 @@ from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.text import TextTokenizer, TokenizedText
+from ..model.vocabulary import vocabulary_loss
 from .objective import PairTokens, TextLengths
 from .reconstruction import TokenMeans
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from ..model.vocabulary import vocabulary_loss
 
 from ..common.settings import Natural, Share, given
 from ..data.batches import TokenBatch
@@ -19,6 +18,7 @@ from ..model.decoder import CausalDecoder
 from ..model.packing import masked_forward, pack
 from ..model.ranks import global_sum, sync_gradients
 from ..model.text import TextTokenizer, TokenizedText
+from ..model.vocabulary import vocabulary_loss
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import Anchored, named_terms
 

@@ -27,8 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # %% ../../nbs/study/80_architectures.ipynb #9bd72c9e
-from ..model.loading import add_lora, load_decoder
-
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.provenance import installed_versions, source_commit
@@ -40,6 +38,7 @@ from anchor_embedding.model.agreement import (
     random_model,
 )
 from ..model.decoder import CausalDecoder
+from ..model.loading import add_lora, load_decoder
 from ..model.packing import pack
 from ..model.text import TokenizedText
 from ..objectives.reconstruction import Reconstruction

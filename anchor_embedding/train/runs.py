@@ -23,13 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 # %% ../../nbs/train/30_runs.ipynb #5fc73ee6
-from ..model.loading import check_report
-
 from ..common.errors import InputError
 from ..common.files import atomic_folder, write_text
 from ..common.show import cell_text, curve, facts_html, rows_html
 from ..embed.embedder import Embedder, write_embedder
 from ..model.decoder import CausalDecoder
+from ..model.loading import check_report
 from ..model.ranks import as_slice_of, is_sharded, own_parameters, whole_tensors
 from .recipe import Recipe, RunSettings, from_toml
 
