@@ -359,7 +359,8 @@ class Reconstruction(Anchored, TokenMeans):
         if not bagged:
             return sums
         by_direction = anchors.unflatten(0, (len(directions), -1))
-        vectors = by_direction[[directions.index(name) for name in bagged]].flatten(0, 1)
+        # one by one: a list as an index would wait for the device
+        vectors = torch.cat([by_direction[directions.index(name)] for name in bagged])
         bags = [bag for side in self.bags(batch, bagged) for bag in side]
         losses = bag_loss(decoder, vectors, bags).unflatten(0, (len(bagged), -1))
         return torch.cat([sums, losses.sum(1)])
