@@ -6,9 +6,12 @@
 __all__ = ['atomic_file', 'atomic_folder', 'write_text', 'cache_folder']
 
 # %% ../../nbs/common/10_files.ipynb #a6fdb85d
+import ctypes
 import os
+import secrets
 import shutil
-import tempfile
+import stat
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,81 +19,136 @@ from .errors import InputError
 
 # %% ../../nbs/common/10_files.ipynb #8bbfc045
 @contextmanager
-def _written_aside(path: Path, make):
-    """Yield a path made beside `path` by `make`; rename it into place on success, remove it on
-    failure.
-    """
-    aside = None
+def _one_clear_error(path: str | os.PathLike):
+    "An error of the disk comes out as an `InputError` that names the path."
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = make(dir=path.parent, prefix=f".{path.name}.")
-        yield aside
-        if path.is_dir():
-            _replace_folder(path, aside)
-        else:
-            os.replace(aside, path)
+        yield
     except Exception as error:
-        if isinstance(error, InputError) or not _is_io(error):
+        # safetensors reports the system's errors by text
+        of_the_disk = isinstance(error, OSError) or "os error" in str(error).lower()
+        if isinstance(error, InputError) or not of_the_disk:
             raise
         raise InputError(
             f"cannot write {path}: {error}; nothing half-written was left. Free space "
             "or choose another place"
         ) from error
+
+
+@contextmanager
+def _aside(path: Path, make: Callable[[Path], None]):
+    "A new path beside `path`, made by `make`; what is still there at the end is removed."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
+    make(aside)
+    try:
+        yield aside
     finally:
-        if aside is not None:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+        with suppress(FileNotFoundError):
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
 
-def _replace_folder(path: Path, aside: Path) -> None:
-    "Put `aside` in the place of an existing folder, unless that would lose files."
-    if not aside.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; name a file")
-    others = sorted(
-        {entry.name for entry in path.iterdir()} - {entry.name for entry in aside.iterdir()}
-    )
+def _wait_for_disk(path: Path) -> None:
+    "Return when a file, or a folder with all it holds, has reached the disk."
+    for written in (path, *path.rglob("*")):
+        if not written.is_symlink():
+            handle = os.open(written, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def _keep_mode(path: Path, aside: Path) -> None:
+    "Who may read and write what was there may do so afterwards, and nobody else."
+    if path.exists():
+        aside.chmod(stat.S_IMODE(path.stat().st_mode))
+
+
+def _real(path: str | os.PathLike) -> Path:
+    "The path itself, or what it links to: a link stays a link."
+    path = Path(path)
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+# %% ../../nbs/common/10_files.ipynb #e27e1c5c
+@contextmanager
+def atomic_file(path: str | os.PathLike):
+    """Context manager: a path to write a file to; it becomes `path` when the block ends well, on
+    disk and with the permissions of the file that was there. A device or a pipe is written
+    directly. Raises `InputError`.
+    """
+    with _one_clear_error(path):
+        path = _real(path)
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder; name a file")
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        # what replaces a file is nobody else's to read until it has that file's permissions
+        mode = 0o600 if path.exists() else 0o666
+        with _aside(path, lambda aside: aside.touch(mode, exist_ok=False)) as aside:
+            yield aside
+            _keep_mode(path, aside)
+            _wait_for_disk(aside)
+            os.replace(aside, path)
+        _wait_for_entry(path)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike):
+    """Context manager: a new folder to fill; it becomes `path` when the block ends well. An older
+    folder of the same files is replaced in one step. Raises `InputError`.
+    """
+    with _one_clear_error(path):
+        path = _real(path)
+        with _aside(path, Path.mkdir) as aside:
+            yield aside
+            _keep_mode(path, aside)
+            _wait_for_disk(aside)
+            _put_folder(aside, path)
+        _wait_for_entry(path)
+
+
+def _wait_for_entry(path: Path) -> None:
+    "Return when the folder that a path is in knows of it on the disk."
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_folder(aside: Path, path: Path) -> None:
+    "Rename a folder to `path`, in the place of an older one unless that would lose files."
+    try:
+        os.rename(aside, path)
+    except OSError:
+        if not path.is_dir():
+            raise
+    else:
+        return
+    new = {entry.name for entry in aside.iterdir()}
+    others = sorted({entry.name for entry in path.iterdir()} - new)
     if others:
         raise InputError(
             f"cannot write {path}: it holds other files ({', '.join(others[:3])}); "
             "choose another place or remove them"
         )
-    # a folder cannot be replaced in one step
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-    os.replace(path, old / path.name)
-    os.replace(aside, path)
-    shutil.rmtree(old)
+    if not _exchange(aside, path):
+        with _aside(path, Path.mkdir) as old:
+            os.rename(path, old / path.name)
+            os.rename(aside, path)
 
 
-def _is_io(error: Exception) -> bool:
-    "An error of the disk: the system's own, or one that safetensors reports by text."
-    return isinstance(error, OSError) or "os error" in str(error).lower()
-
-# %% ../../nbs/common/10_files.ipynb #e27e1c5c
-def _temporary_file(dir, prefix):
-    handle, name = tempfile.mkstemp(dir=dir, prefix=prefix)
-    os.close(handle)
-    os.chmod(name, 0o644)
-    return Path(name)
-
-
-def _temporary_folder(dir, prefix):
-    name = tempfile.mkdtemp(dir=dir, prefix=prefix)
-    os.chmod(name, 0o755)
-    return Path(name)
-
-
-def atomic_file(path: str | os.PathLike):
-    """Context manager: a path to write a file to; it becomes `path` when the block ends well.
-    Raises `InputError`.
-    """
-    return _written_aside(Path(path), _temporary_file)
-
-
-def atomic_folder(path: str | os.PathLike):
-    """Context manager: a new folder to fill; it becomes `path` (replacing it) when the block ends
-    well. Raises `InputError`.
-    """
-    return _written_aside(Path(path), _temporary_folder)
+def _exchange(one: Path, other: Path) -> bool:
+    "Exchange two paths in one step, as Linux can; False where that is not possible."
+    working_folder = -100  # AT_FDCWD
+    exchange = 2  # RENAME_EXCHANGE
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    places = (working_folder, os.fsencode(one), working_folder, os.fsencode(other))
+    return renameat2(*places, exchange) == 0
 
 
 def write_text(
@@ -104,8 +162,14 @@ def write_text(
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:
     """`ANCHOR_CACHE` if set, else `anchor_embedding` in the user's cache folder (XDG_CACHE_HOME or
-    ~/.cache).
+    ~/.cache). Raises `InputError` where the user has no home.
     """
-    if chosen := os.environ.get("ANCHOR_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anchor_embedding"
+    try:
+        if chosen := os.environ.get("ANCHOR_CACHE"):
+            return Path(chosen).expanduser()
+        ours = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(ours).expanduser() / "anchor_embedding"
+    except RuntimeError as error:
+        raise InputError(
+            "this user has no home folder to keep a cache in: set ANCHOR_CACHE to a folder"
+        ) from error

@@ -19,10 +19,13 @@ from .errors import InputError
 # %% ../../nbs/common/15_provenance.ipynb #637b3f38
 def source_commit() -> str:
     """The git commit this package runs from, with + when files were changed since; empty outside a
-    checkout.
+    checkout, and where the checkout around it is of something else.
     """
     git = ["git", "-C", str(files("anchor_embedding"))]
+    ours = [*git, "ls-files", "--error-unmatch", "--", "__init__.py"]
     try:
+        if subprocess.run(ours, capture_output=True, check=False).returncode:
+            return ""
         commit = subprocess.run(
             [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
         )

