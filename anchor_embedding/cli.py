@@ -10,6 +10,7 @@ __all__ = ['quickstart', 'train', 'tournament', 'encode', 'recipes', 'plan', 'da
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -477,7 +478,7 @@ _SET = {
     "action": "append",
     "default": [],
     "metavar": "KEY=VALUE",
-    "help": "change a setting; may be repeated",
+    "help": "change settings: one or several, and the word may be repeated",
 }
 _DTYPE = {
     "choices": ("auto", "float32", "bfloat16"),
@@ -497,16 +498,19 @@ _PART = {
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
 
-def _command(commands, function, name: str = "") -> argparse.ArgumentParser:
+def _command(commands, function, example: str, name: str = "") -> argparse.ArgumentParser:
     "The words of a command, which is named and described as its function is."
     text = function.__doc__.splitlines()[0]
-    words = commands.add_parser(name or function.__name__, help=text, description=text)
+    name = name or function.__name__
+    words = commands.add_parser(
+        name, help=text, description=text, epilog=f"example: anchor {name} {example}"
+    )
     words.set_defaults(run=function)
     return words
 
 
 def _training_commands(commands) -> None:
-    words = _command(commands, quickstart)
+    words = _command(commands, quickstart, "--seeds 2 --out runs/first")
     words.add_argument(
         "--out",
         type=Path,
@@ -524,7 +528,9 @@ def _training_commands(commands) -> None:
     words.add_argument("--steps", type=int, metavar="N", help="steps of every stage")
     words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--set", **_SET)
-    words = _command(commands, train)
+    words = _command(
+        commands, train, "baseline --set base=SmolLM2-135M-Instruct data=pairs.jsonl steps=200"
+    )
     words.add_argument("recipe", **_RECIPE)
     words.add_argument("--set", **_SET)
     words.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
@@ -571,7 +577,11 @@ def _training_commands(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #2eb9aeae
 def _rival_commands(commands) -> None:
-    words = _command(commands, tournament)
+    words = _command(
+        commands,
+        tournament,
+        "--recipes smollm2-135m/pretexts --amount 40 --seeds 6",
+    )
     words.add_argument(
         "--recipes",
         nargs="+",
@@ -626,7 +636,9 @@ def _rival_commands(commands) -> None:
     )
     words.add_argument("--set", **_SET)
     _check_command(commands)
-    words = _command(commands, sweep_steps, "sweep-steps")
+    words = _command(
+        commands, sweep_steps, "runs/gircse/final --refine-steps 10 --plot steps.png", "sweep-steps"
+    )
     words.add_argument(
         "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
     )
@@ -661,7 +673,7 @@ def _rival_commands(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #41775e66
 def _check_command(commands) -> None:
-    words = _command(commands, aa_check, "aa-check")
+    words = _command(commands, aa_check, "--tournaments 20", "aa-check")
     words.add_argument(
         "--out",
         type=Path,
@@ -689,7 +701,7 @@ def _check_command(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #3bc80ea5
 def _telling_commands(commands) -> None:
-    words = _command(commands, recipes)
+    words = _command(commands, recipes, "smollm2-135m/")
     words.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="show this one in full, or those of one FOLDER/"
     )
@@ -697,7 +709,7 @@ def _telling_commands(commands) -> None:
         "--schema", action="store_true", help="print the JSON schema of a recipe, for editors"
     )
     words.add_argument("--set", **_SET)
-    words = _command(commands, plan)
+    words = _command(commands, plan, "llama-3.2-1b/stage1 --nproc 8")
     words.add_argument("recipe", **_RECIPE)
     words.add_argument("--set", **_SET)
     words.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, one a GPU")
@@ -708,7 +720,7 @@ def _telling_commands(commands) -> None:
         help="kind of GPU to tell hours for; may be repeated (default: all known)",
     )
     words.add_argument("--json", **_JSON)
-    words = _command(commands, data)
+    words = _command(commands, data, "check pairs.jsonl --plot lengths.png")
     words.add_argument("check", choices=("check",), help="what to do")
     words.add_argument("source", metavar="SOURCE", help="a file, a folder, or a dataset of the hub")
     words.add_argument(
@@ -718,8 +730,8 @@ def _telling_commands(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #85581c03
 def _scoring_commands(commands) -> None:
-    scored = _command(commands, evaluate, "eval")
-    swept = _command(commands, sweep)
+    scored = _command(commands, evaluate, "runs/quickstart/anchor --tasks STS12,SciFact", "eval")
+    swept = _command(commands, sweep, "runs/stage2 --tasks SciFact --every 50")
     scored.add_argument(
         "models", nargs="+", metavar="MODEL", help="a run, a checkpoint, a folder, a hub name"
     )
@@ -765,7 +777,7 @@ def _scoring_commands(commands) -> None:
         metavar="DIR",
         help="for scores (default: evaluations)",
     )
-    words = _command(commands, compare)
+    words = _command(commands, compare, "evaluations --out table.md")
     words.add_argument(
         "scores",
         nargs="+",
@@ -781,7 +793,7 @@ def _scoring_commands(commands) -> None:
 
 
 def _using_commands(commands) -> None:
-    words = _command(commands, read)
+    words = _command(commands, read, 'runs/stage1/final "Paris is the capital of France."')
     words.add_argument(
         "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
     )
@@ -805,7 +817,7 @@ def _using_commands(commands) -> None:
     )
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--dtype", **_DTYPE)
-    words = _command(commands, export)
+    words = _command(commands, export, "runs/quickstart/anchor my-embedder")
     words.add_argument(
         "model", metavar="MODEL", help="a run, a checkpoint, a model or adapter folder, a hub name"
     )
@@ -831,7 +843,7 @@ def _using_commands(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #91f8309b
 def _bench_command(commands) -> None:
-    words = _command(commands, bench)
+    words = _command(commands, bench, "stage1 --against textbook")
     words.add_argument(
         "kind", metavar="KIND", help="stage1, stage2, encode, or all (then also how cost grows)"
     )
@@ -868,7 +880,7 @@ def _bench_command(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #d84b02f6
 def _ceiling_command(commands) -> None:
-    words = _command(commands, ceiling)
+    words = _command(commands, ceiling, "SmolLM2-135M-Instruct --data docstrings")
     words.add_argument(
         "base", metavar="BASE", help="a base model, a trained folder, a checkpoint, or a hub name"
     )
@@ -912,7 +924,7 @@ def _ceiling_command(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #54f2c8f8
 def _encode_command(commands) -> None:
-    words = _command(commands, encode)
+    words = _command(commands, encode, "runs/quickstart/anchor --in texts.txt --out vectors.npy")
     words.add_argument(
         "model", metavar="MODEL", help="a trained folder, a checkpoint, or a hub name"
     )
@@ -946,7 +958,7 @@ def _number_or_none(text: str) -> float | None:
 
 # %% ../nbs/cli/10_cli.ipynb #399e4e4f
 def _mine_command(commands) -> None:
-    words = _command(commands, mine)
+    words = _command(commands, mine, "pairs.jsonl --out mined.jsonl --model bm25")
     words.add_argument(
         "source", metavar="SOURCE", help="pairs: a file, a folder, or a dataset of the hub"
     )
@@ -1019,14 +1031,21 @@ def _mine_command(commands) -> None:
     words.add_argument("--json", **_JSON)
 
 
+class _Parser(argparse.ArgumentParser):
+    "Takes the words of options in full: `--data` is not short for `--data-dir`."
+
+    def __init__(self, **settings):
+        super().__init__(allow_abbrev=False, **settings)
+
+
 def _parser() -> argparse.ArgumentParser:
     "All commands and their arguments."
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="anchor", description="Turn a decoder language model into a text embedder."
     )
     parser.add_argument("--version", action="version", version=f"anchor_embedding {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _training_commands(commands)
     _rival_commands(commands)
     _encode_command(commands)
@@ -1038,14 +1057,45 @@ def _parser() -> argparse.ArgumentParser:
     _telling_commands(commands)
     return parser
 
+# %% ../nbs/cli/10_cli.ipynb #67140ece
+def _spread(arguments: list[str]) -> list[str]:
+    "`--set a=1 b=2` as `--set a=1 --set b=2`."
+    spread = []
+    setting = False  # whether a word such as a=1 is a setting here
+    for word in arguments:
+        is_setting = setting and re.match(r"[A-Za-z_.]+=", word)
+        if is_setting and spread[-1] != "--set":
+            spread.append("--set")
+        spread.append(word)
+        setting = word == "--set" or bool(is_setting)
+    return spread
+
+
+_GREETING = """anchor turns a decoder language model into a text embedder. To begin with:
+
+  anchor quickstart                                  train on a small model, and read the report
+  anchor data check pairs.jsonl                      look at pairs of your own
+  anchor train baseline --set base=SmolLM2-135M-Instruct data=pairs.jsonl
+                                                     train on them
+  anchor encode MODEL --in texts.txt --out vectors.npy
+                                                     turn texts into vectors
+  anchor eval MODEL --tasks SciFact                  score a model with mteb
+
+All commands: anchor --help. The words of one: anchor train --help"""
+
 # %% ../nbs/cli/10_cli.ipynb #77e93df7
 def main(
     arguments: list[str] | None = None,  # None = of the process
-    # exit code: 0 done, 2 bad input, 141 nobody reads, 130 interrupted, 143 terminated, 129 hung up
+    # exit code: 0 done, 1 a fault of ours, 2 bad input, 141 nobody reads, 130 interrupted,
+    # 143 terminated, 129 hung up
 ) -> int:
     "The command line."
-    args = _parser().parse_args(arguments)
-    args.command = shlex.join(["anchor", *(sys.argv[1:] if arguments is None else arguments)])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = _parser().parse_args(_spread(arguments))
+    if "run" not in args:
+        print(_GREETING)
+        return 0
+    args.command = shlex.join(["anchor", *arguments])
     with warnings.catch_warnings():
         _quiet_libraries()
         return _run(args)
@@ -1074,7 +1124,19 @@ def _run(args: argparse.Namespace) -> int:
             f"{'nothing was written' if args.run in (ceiling, encode, mine) else kept}"
         )
         return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        _say(
+            f"anchor: {type(error).__name__}: {_first_line(error)}. This should not happen: "
+            f"`anchor --debug {args.command.removeprefix('anchor ')}` shows where it did"
+        )
+        return 1
     return 0
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no reason given").rstrip(".")
 
 # %% ../nbs/cli/10_cli.ipynb #80a39865
 def _quiet_libraries() -> None:

@@ -19,6 +19,7 @@ from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.train import recipe_files
 
 WORDS = PROSE.split()
 
@@ -70,7 +71,13 @@ def test_help_is_quick_and_complete():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["train"], ["encode", "model"], ["quickstart", "--steps", "many"]],
+    [
+        ["nonsense"],
+        ["train"],
+        ["train", "stage2", "--data", "pairs.jsonl"],
+        ["encode", "model"],
+        ["quickstart", "--steps", "many"],
+    ],
 )
 def test_usage_errors_exit_2(arguments):
     done = command(*arguments)
@@ -371,6 +378,27 @@ def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
 def test_debug_shows_the_traceback():
     done = command("--debug", "train", "nowhere.toml")
     assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+def test_what_nobody_foresaw_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    def fails(*_):
+        raise KeyError("a key\nof two lines")
+
+    monkeypatch.setattr(recipe_files, "recipe_table", fails)
+    assert main(["recipes"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("anchor: KeyError: ") and message.count("\n") == 1
+    assert "`anchor --debug recipes`" in message
+    with pytest.raises(KeyError):
+        main(["--debug", "recipes"])
+
+
+def test_settings_are_given_as_people_type_them(capsys):
+    one = ["recipes", "smollm2-135m/gircse", "--set", "steps=200", "--set", "batch_size=8"]
+    assert main(one) == 0
+    shown = capsys.readouterr().out
+    assert main(["recipes", "--set", "steps=200", "batch_size=8", "smollm2-135m/gircse"]) == 0
+    assert capsys.readouterr().out == shown and "batch_size = 8" in shown
 
 
 # ---- plan, data, several processes
