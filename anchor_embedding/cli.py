@@ -147,6 +147,8 @@ def encode(args: argparse.Namespace) -> None:
     from anchor_embedding.data.sources import read_texts
     from anchor_embedding.embed.embedder import Embedder
 
+    if args.out.suffix.lower() != ".npy" and (args.out.is_file() or not args.out.exists()):
+        raise InputError(f"--out {args.out}: vectors are written as a .npy file; name one")
     texts = read_texts(args.texts)
     options = {
         key: value

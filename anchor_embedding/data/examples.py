@@ -29,8 +29,16 @@ class Example:
 # %% ../../nbs/data/10_examples.ipynb #938e21a4
 # a row's query is the first of these that it has
 QUERY = ("query", "query_text", "anchor", "question")
-POSITIVE = ("positive", "answer")
-NEGATIVES = re.compile(r"negatives?|negative_\d+")
+POSITIVE = ("positive", "answer", "pos")
+NEGATIVES = re.compile(r"negatives?|negative_\d+|neg")
+_KINDS = {"NoneType": "null", "str": "a text", "list": "a list", "dict": "an object"}
+
+
+def _kind(value) -> str:
+    "What a file of rows calls a value of this type."
+    if isinstance(value, bool):
+        return "true or false"
+    return _KINDS.get(type(value).__name__, "a number")
 
 
 def _text_of(row, names, where):
@@ -44,8 +52,7 @@ def _text_of(row, names, where):
         )
     if not isinstance(row[key], str):
         raise InputError(
-            f"{where}: {key!r} must be a text, but it is {type(row[key]).__name__}; "
-            "write it as a string"
+            f"{where}: {key!r} must be a text, but it is {_kind(row[key])}; write it as a string"
         )
     if not row[key].strip():
         raise InputError(f"{where}: {key!r} is empty; fill it in or remove the row")
@@ -53,7 +60,7 @@ def _text_of(row, names, where):
 
 
 def raw_negatives(row: dict) -> list:
-    "What stands in all fields of negatives, in the order of the row, as it was read."
+    "The values of all fields of negatives, in the order of the row, as they were read."
     found = []
     for key, value in row.items():
         if value is not None and NEGATIVES.fullmatch(str(key)):
@@ -66,8 +73,8 @@ def _negatives_of(row, where):
     found = raw_negatives(row)
     if wrong := [text for text in found if not isinstance(text, str)]:
         raise InputError(
-            f"{where}: a negative must be a text, but one is "
-            f"{type(wrong[0]).__name__}; write a list of strings"
+            f"{where}: a negative must be a text, but one is {_kind(wrong[0])}; "
+            "write a list of strings"
         )
     return [clean(text) for text in found if text.strip()]
 
@@ -98,24 +105,29 @@ def examples_in(
     where: str,  # what an error names: file and line
     dataset: str,  # the dataset of a row that names none
 ) -> list[Example]:
-    """The examples of one row: one, or with Tevatron's `positive_passages` one for each of them.
-    Raises `InputError`.
+    """The examples of one row: one, or one for each of Tevatron's `positive_passages` and of
+    FlagEmbedding's `pos`. Raises `InputError`.
     """
     if not isinstance(row, dict):
         raise InputError(
             f'{where}: a row must be an object like {{"query": …, "positive": …}}, '
-            f"but this is {type(row).__name__}"
+            f"but this is {_kind(row)}"
         )
     query = _text_of(row, QUERY, where)
     name = row.get("dataset") or dataset
     if not isinstance(name, str):
-        raise InputError(f"{where}: 'dataset' must be a name, but it is {type(name).__name__}")
+        raise InputError(f"{where}: 'dataset' must be a name, but it is {_kind(name)}")
     if "positive_passages" in row:
         positives, negatives = (
             _passages_of(row, key, where) for key in ("positive_passages", "negative_passages")
         )
         if not positives:
             raise InputError(f"{where}: 'positive_passages' is empty; fill it in or remove the row")
+    elif isinstance(row.get("pos"), list):
+        positives = [_text_of({"pos": text}, ("pos",), where) for text in row["pos"]]
+        negatives = _negatives_of(row, where)
+        if not positives:
+            raise InputError(f"{where}: 'pos' is empty; fill it in or remove the row")
     else:
         positives = [_text_of(row, POSITIVE, where)]
         negatives = _negatives_of(row, where)

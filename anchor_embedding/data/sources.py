@@ -41,24 +41,28 @@ def open_binary(path: Path) -> io.BufferedIOBase:
     return path.open("rb")
 
 
-def jsonl_rows(path, opened=open_binary):
-    lines = 0
+def _lines(path, opened=open_binary):
+    "(where, bytes) of every line of a file that may be compressed; a mark of UTF-8 is left out."
+    number = 0
     try:
         with (
             opened(path) as raw,
             gzip.open(raw) if path.name.lower().endswith(".gz") else raw as file,
         ):
-            for lines, line in enumerate(file, start=1):
-                if line.strip():
-                    yield (
-                        f"{path}:{lines}",
-                        _json_row(line.removeprefix(b"\xef\xbb\xbf") if lines == 1 else line),
-                    )
+            for number, line in enumerate(file, start=1):
+                mark = b"\xef\xbb\xbf" if number == 1 else b""
+                yield f"{path}:{number}", line.removeprefix(mark)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(
-            f"{path}: the gzip file is broken or cut off after line {lines} "
+            f"{path}: the gzip file is broken or cut off after line {number} "
             f"({error}); copy it again"
         ) from None
+
+
+def jsonl_rows(path, opened=open_binary):
+    for where, line in _lines(path, opened):
+        if line.strip():
+            yield where, _json_row(line)
 
 
 def _json_row(line):
@@ -493,8 +497,8 @@ def read_examples(
 
 # %% ../../nbs/data/15_sources.ipynb #7fc93e7c
 def read_texts(
-    # .jsonl or .jsonl.gz with a `text`, and perhaps a `title`, in each row; any other file: one
-    # text a line
+    # .jsonl with a `text`, and perhaps a `title`, in each row; any other file: one text a line;
+    # either may be compressed (.gz)
     path: str | os.PathLike,
 ) -> list[str]:
     "The texts of a file, in order. Raises `InputError` naming file, line and remedy."
@@ -506,21 +510,19 @@ def read_texts(
         )
     try:
         if _suffix(path) not in (".jsonl", ".jsonl.gz"):
-            return [clean(line) for line in path.read_text(encoding="utf-8-sig").split("\n")][
-                : -1 if _ends_line(path) else None
-            ]
+            return [_text_line(line, where) for where, line in _lines(path)]
         return [_text_row(row, where) for where, row in jsonl_rows(path)]
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror or error}); give a file of texts"
         ) from None
 
 
-def _ends_line(path):
-    return path.read_bytes().endswith(b"\n") or not path.stat().st_size
+def _text_line(line, where):
+    try:
+        return clean(line.decode("utf-8").removesuffix("\n").removesuffix("\r"))
+    except UnicodeDecodeError:
+        raise InputError(f"{where}: not UTF-8; save the file as UTF-8") from None
 
 
 def _text_row(row, where):
