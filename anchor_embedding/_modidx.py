@@ -11,6 +11,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'anchor_embedding.cli._encode_command': ('cli/cli.html#_encode_command', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._evaluator': ('cli/cli.html#_evaluator', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._fail_for': ('cli/cli.html#_fail_for', 'anchor_embedding/cli.py'),
+                                      'anchor_embedding.cli._find_run': ('cli/cli.html#_find_run', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._first_line': ('cli/cli.html#_first_line', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._heldout_pairs': ('cli/cli.html#_heldout_pairs', 'anchor_embedding/cli.py'),
                                       'anchor_embedding.cli._many': ('cli/cli.html#_many', 'anchor_embedding/cli.py'),

@@ -48,6 +48,7 @@ def train(args: argparse.Namespace) -> None:
     from anchor_embedding.train.recipe import Pipeline
     from anchor_embedding.train.recipe_files import load_recipe
 
+    _find_run(args)
     recipe = load_recipe(args.recipe, args.set, _say)
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
@@ -68,6 +69,25 @@ def train(args: argparse.Namespace) -> None:
         _say(
             f"done: {_train_on_many(args, recipe, out) if _many(args) else _train_here(args, recipe, out)}"
         )
+
+
+def _find_run(args) -> None:
+    "With `--resume RUN`, recipe and folder are those of the run. Raises `InputError`."
+    if isinstance(args.resume, str):
+        if args.recipe:
+            raise InputError(
+                f"--resume {args.resume} takes the recipe of the run; leave out {args.recipe}, or "
+                f"name the folder as --out {args.resume}"
+            )
+        run = Path(args.resume)
+        # `--resume RECIPE`: the word in front of a recipe, where a shell would let it stand
+        args.recipe = str(run / "recipe.toml") if run.is_dir() else args.resume
+    if not args.recipe:
+        raise InputError("name a recipe (`anchor recipes` lists them), or a run: --resume RUN")
+    recipe = Path(args.recipe)
+    if args.resume and args.out is None and recipe.name == "recipe.toml":
+        args.out = recipe.parent
+    args.resume = bool(args.resume)
 
 # %% ../nbs/cli/10_cli.ipynb #168fee82
 def tournament(args: argparse.Namespace) -> None:
@@ -533,7 +553,7 @@ def _training_commands(commands) -> None:
     words = _command(
         commands, train, "baseline --set base=SmolLM2-135M-Instruct data=pairs.jsonl steps=200"
     )
-    words.add_argument("recipe", **_RECIPE)
+    words.add_argument("recipe", nargs="?", **_RECIPE)
     words.add_argument("--set", **_SET)
     words.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
     words.add_argument(
@@ -542,7 +562,12 @@ def _training_commands(commands) -> None:
         help="first batch forward only; ends with one JSON line of its loss terms",
     )
     words.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in the run folder"
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="RUN",
+        help="go on from the newest checkpoint: of that run, with its recipe, or of the run folder",
     )
     words.add_argument(
         "--eval-tasks",

@@ -73,7 +73,6 @@ def test_help_is_quick_and_complete():
     "arguments",
     [
         ["nonsense"],
-        ["train"],
         ["train", "stage2", "--data", "pairs.jsonl"],
         ["encode", "model"],
         ["quickstart", "--steps", "many"],
@@ -314,6 +313,23 @@ def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys
     )
     assert "goes on from step 2" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
+
+
+def test_a_run_goes_on_from_its_folder_alone(base, pairs, capsys, tmp_path):
+    run = tmp_path / "run"
+    given = settings(base, pairs, "checkpoint_every=1", "alpha=0.5")
+    assert main(["train", "stage1", *given, "--out", str(run)]) == 0
+    whole = {path.name: path.read_bytes() for path in (run / "final").iterdir()}
+    for again in (["--resume", str(run)], [str(run / "recipe.toml"), "--resume"]):
+        shutil.rmtree(run / "final")
+        shutil.rmtree(run / "step-000003")
+        assert main(["train", *again]) == 0
+        assert "goes on from step 2" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == whole
+    refused = failure(capsys, "train", "stage2", "--resume", run)
+    assert "takes the recipe of the run; leave out stage2" in refused
+    assert "name a recipe" in failure(capsys, "train")
+    assert "no recipe" in failure(capsys, "train", "--resume", tmp_path / "nowhere")
 
 
 def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tmp_path):
