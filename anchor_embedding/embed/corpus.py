@@ -130,7 +130,8 @@ def _wait_for_first(folder: Path, manifest: dict, seconds: float = 600) -> None:
 
 def _stored(vectors: np.ndarray, documents: list[Document], dtype: str) -> np.ndarray:
     "The vectors as they are kept. Raises `InputError` for those that are no numbers there."
-    kept = vectors.astype(dtype)
+    with np.errstate(over="ignore"):
+        kept = vectors.astype(dtype)
     bad = np.flatnonzero(~np.isfinite(kept).all(axis=1))
     if len(bad):
         document = documents[bad[0]]
