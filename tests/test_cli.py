@@ -16,6 +16,7 @@ from anchor_embedding import __version__
 from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
+from anchor_embedding.embed.corpus import Corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
 from anchor_embedding.model.text import TextTokenizer
@@ -373,13 +374,65 @@ def test_unknown_models_are_named(pairs, capsys, tmp_path):
     assert not (tmp_path / "v.npy").exists()
 
 
+def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, capsys):
+    texts = [" ".join(WORDS[i : i + 4 + i % 7]) for i in range(40)]
+    rows = [json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(texts)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    base = str(base)
+    given = [base, "--in", str(tmp_path / "corpus.jsonl"), "--dtype", "float32"]
+    two = command("encode", *given, "--out", tmp_path / "two", "--nproc", "2", "--shard-size", "9")
+    assert two.returncode == 0 and "40 vectors of 32 dimensions" in two.stderr
+    assert len([*(tmp_path / "two").glob("shard-*.parquet")]) == 5
+    assert main(["encode", *given, "--out", str(tmp_path / "one.npy")]) == 0
+    corpus = Corpus(tmp_path / "two")
+    together = np.concatenate([vectors for _, vectors in corpus.blocks()])
+    np.testing.assert_allclose(together, np.load(tmp_path / "one.npy"), rtol=1e-4, atol=1e-5)
+
+    piped = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "anchor_embedding",
+            "encode",
+            base,
+            "--in",
+            "-",
+            "--dtype",
+            "float32",
+        ]
+        + ["--out", tmp_path / "piped", "--columns", ""],
+        input=(tmp_path / "corpus.jsonl").read_bytes(),
+        capture_output=True,
+        check=True,
+    )
+    assert b"40 vectors" in piped.stderr and Corpus(tmp_path / "piped").columns == ()
+
+    capsys.readouterr()
+    words = ["search", base, str(tmp_path / "two"), texts[17], "--dtype", "float32", "--top", "3"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hits"][0]["id"] == "d17" and len(found["hits"]) == 3
+    assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-5)
+    assert main(words) == 0
+    assert "  1.000  d17  " in capsys.readouterr().out
+
+    assert "is there already" in failure(capsys, "encode", *given, "--out", tmp_path / "one.npy")
+    assert "--resume" in failure(capsys, "encode", *given, "--out", tmp_path / "two")
+    stopped = command("encode", *given, "--out", tmp_path / "two", "--nproc", "2")
+    assert stopped.returncode == 2 and "Traceback" not in stopped.stderr
+    assert (
+        main(["encode", *given, "--out", str(tmp_path / "two"), "--shard-size", "9", "--resume"])
+        == 0
+    )
+
+
 def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
     """A mistyped --out costs nobody their files."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
     (tmp_path / "texts.txt").write_text("one\n")
-    assert "it is a folder" in failure(
+    assert "is not an empty folder" in failure(
         capsys, "encode", base, "--in", tmp_path / "texts.txt", "--out", precious
     )
     assert "is a file" in failure(

@@ -98,16 +98,28 @@ def test_damaged_checkpoint_is_named(tmp_path, name):
 
 
 def test_full_disk_while_encoding(tmp_path):
+    """What was finished stays, and once there is room again the rest is encoded."""
     train(tmp_path, -1, 0)
     (tmp_path / "texts.txt").write_text("one text\n" * 500)
     code = (
         "import resource, sys; from anchor_embedding.cli import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, -1)); sys.exit(main())"
     )
+    words = ["encode", str(tmp_path / "run" / "final"), "--in", str(tmp_path / "texts.txt")]
+    words += ["--out", str(tmp_path / "out" / "vectors.npy")]
     done = subprocess.run(
-        [sys.executable, "-c", code, "encode", str(tmp_path / "run" / "final"), "--in", str(tmp_path / "texts.txt"),
-         "--out", str(tmp_path / "out" / "vectors.npy")],
-        capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+    )
     assert done.returncode == 2 and "cannot write" in done.stderr and "Traceback" not in done.stderr
-    assert list((tmp_path / "out").iterdir()) == []
+    kept = tmp_path / "out" / ".vectors.npy.shards"
+    assert {path.name for path in kept.iterdir()} <= {"corpus.json", "shard-00000.parquet"}
+    assert not (tmp_path / "out" / "vectors.npy").exists()
+    again = [sys.executable, "-m", "anchor_embedding", *words]
+    if (kept / "corpus.json").exists():
+        again.append("--resume")
+    subprocess.run(again, capture_output=True, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["vectors.npy"]

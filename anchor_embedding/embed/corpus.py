@@ -296,6 +296,10 @@ class Corpus:
             found |= dict(zip(wanted, rows, strict=True))
         return [found[place] for place in places]
 
+    def reading(self) -> dict:
+        "How the model read the documents, as `Embedder.from_pretrained` takes it."
+        return {name: self.manifest["text"][name] for name in ("template", "max_length")}
+
     def check_model(self, embedder: Embedder) -> None:
         "Raise `InputError` unless this model made the vectors."
         if not _same_model(self.manifest["known_vector"], _known_vector(embedder)):
