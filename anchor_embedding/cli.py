@@ -19,6 +19,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def train(args: argparse.Namespace) -> None:
     recipe = load_recipe(args.recipe, args.set, _say)
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
-        if args.dry_run or args.resume or _many(args):
-            words = "--dry-run, --resume, --nproc and --nodes"
+        if args.dry_run or args.resume or args.nproc is not None:
+            words = "--dry-run, --resume and --nproc"
             raise InputError(
                 f"{args.recipe} is a pipeline of several runs; {words} take a recipe "
                 "of one stage; an unfinished one just goes on"
@@ -72,9 +73,8 @@ def train(args: argparse.Namespace) -> None:
 
         print(json.dumps(dry_run(recipe, say=_say)))
     else:
-        _say(
-            f"done: {_train_on_many(args, recipe, out) if _many(args) else _train_here(args, recipe, out)}"
-        )
+        run = _train_here if args.nproc is None else _train_on_many
+        _say(f"done: {run(args, recipe, out)}")
 
 
 def _find_run(args) -> None:
@@ -112,11 +112,6 @@ def tournament(args: argparse.Namespace) -> None:
     run_tournament(args.recipes, args.out, args.budget, args.amount, args.every, args.set, **given)
 
 # %% ../nbs/cli/10_cli.ipynb #8d9c89b9
-def _many(args) -> bool:
-    "Whether processes are to be started, or words given that make sense only then."
-    return args.nproc is not None or args.nodes != 1 or bool(args.node_rank or args.rendezvous)
-
-
 def _evaluator(args, recipe):
     "What scores the model every `eval_every` steps; None where nothing is to."
     if not args.eval_tasks and not args.data_dir:
@@ -144,7 +139,6 @@ def _train_on_many(args, recipe, out: Path) -> Path:
     "In processes that are started here."
     from anchor_embedding.train.launch import WorkerError, launch
 
-    nodes = {"nodes": args.nodes, "node_rank": args.node_rank, "rendezvous": args.rendezvous}
     _evaluator(args, recipe)  # raises what the processes would raise
     words = [f"--eval-tasks={args.eval_tasks}"] * bool(args.eval_tasks) + [
         f"--data-dir={args.data_dir}"
@@ -152,12 +146,11 @@ def _train_on_many(args, recipe, out: Path) -> Path:
     try:
         return launch(
             recipe,
-            1 if args.nproc is None else args.nproc,
+            args.nproc,
             out,
             resume=args.resume,
             words=words,
             say=_say,
-            **nodes,
         )
     except WorkerError as error:
         _say(f"anchor: {error}")
@@ -700,21 +693,6 @@ def _training_commands(commands) -> None:
         type=int,
         metavar="N",
         help="start N processes on this machine, one for each accelerator",
-    )
-    words.add_argument(
-        "--nodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="machines that take part; each gives the same command",
-    )
-    words.add_argument(
-        "--node-rank", type=int, default=0, metavar="K", help="number of this machine, from 0"
-    )
-    words.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="where the machines meet: an open port of number 0",
     )
 
 # %% ../nbs/cli/10_cli.ipynb #2eb9aeae
@@ -1288,8 +1266,7 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except InputError as error:
-        if args.debug:
-            raise
+        _show_traceback(args)
         _say(f"anchor: {error}")
         return 2
     except Stopped as stopped:
@@ -1302,14 +1279,20 @@ def _run(args: argparse.Namespace) -> int:
         )
         return 130
     except Exception as error:
-        if args.debug:
-            raise
-        _say(
-            f"anchor: {type(error).__name__}: {_first_line(error)}. This should not happen: "
-            f"`anchor --debug {args.command.removeprefix('anchor ')}` shows where it did"
+        _show_traceback(args)
+        where = (
+            ""
+            if args.debug
+            else f": `{args.command.replace('anchor', 'anchor --debug', 1)}` shows where it did"
         )
+        _say(f"anchor: {type(error).__name__}: {_first_line(error)}. This should not happen{where}")
         return 1
     return 0
+
+
+def _show_traceback(args) -> None:
+    if args.debug:
+        traceback.print_exc()
 
 
 def _first_line(error: Exception) -> str:

@@ -458,8 +458,9 @@ def test_what_nobody_foresaw_is_one_line_and_exit_code_1(capsys, monkeypatch):
     message = capsys.readouterr().err
     assert message.startswith("anchor: KeyError: ") and message.count("\n") == 1
     assert "`anchor --debug recipes`" in message
-    with pytest.raises(KeyError):
-        main(["--debug", "recipes"])
+    assert main(["--debug", "recipes"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and "This should not happen\n" in shown
 
 
 def test_settings_are_given_as_people_type_them(capsys):
@@ -538,15 +539,7 @@ def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs
         )
 
     assert "nproc is 0" in refused("--nproc", "0")
-    assert "node_rank 1" in refused("--node-rank", "1")
-    assert "there is one node; give the number of nodes (--nodes)" in refused(
-        "--rendezvous", "127.0.0.1:29500"
-    )
     assert "batch_size 8 must be a multiple of the 3 processes" in refused("--nproc", "3")
-    assert "batch_size 8 must be a multiple of the 6 processes" in refused(
-        "--nproc", "2", "--nodes", "3", "--rendezvous", "127.0.0.1:29500"
-    )
-    assert "ports up to 65535" in refused("--nodes", "2", "--rendezvous", "127.0.0.1:65536")
     assert not (tmp_path / "run").exists()
 
 

@@ -27,6 +27,10 @@ WORDS = PROSE.split()
 # step
 FAULT = """
 import os
+if "LATE_RANK" in os.environ and os.environ.get("RANK") == os.environ["LATE_RANK"]:
+    import time
+    import torch.distributed
+    torch.distributed.init_process_group = lambda *arguments, **settings: time.sleep(600)
 if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", ""):
     import itertools
     import torch
@@ -231,7 +235,7 @@ def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
     resumed, whole = ([(row["step"], row["loss"]) for row in run] for run in rows)
     assert resumed == whole and len(whole) == recipe.steps
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-    assert len(re.findall(r"(?m)^\d{4}-\S+ anchor train .*", log)) == 2
+    assert len(re.findall(r"(?m)^\d{4}-\S+ anchor --debug train .*", log)) == 2
 
 
 def test_interrupted_cell(tmp_path, recipe, monkeypatch):
@@ -308,6 +312,25 @@ def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
     assert watcher.returncode == 0 and steps(tmp_path) == [1, 2, 3, 4, 5, 6], said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_before_the_processes_have_met(tmp_path, recipe, monkeypatch, number):
+    """A process that waits inside torch for one that never comes ends at once, not after the time
+    it would have to save.
+    """
+    monkeypatch.setenv("LATE_RANK", "1")
+    watcher = started(recipe, tmp_path)
+    children = psutil.Process(watcher.pid).children
+    wait_until(lambda: len(children()) == 2)
+    processes = children()
+    wait_until(lambda: any(process.net_connections() for process in processes))
+    watcher.send_signal(number)
+    wait_until(lambda: not alive(processes), seconds=20)
+    watcher.communicate(timeout=20)
+
+
+# ---- more than one machine: torchrun's agents, here two on one
+
+
 def free_port():
     """Nobody listens there, and the system gives it to nobody: below the range it chooses from."""
     while True:
@@ -317,64 +340,81 @@ def free_port():
             return port
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_before_the_processes_have_met(tmp_path, recipe, number):
-    """A process that waits inside torch for a node that says nothing ends at once, not after the
-    time it would have to save.
+def agent(folder, port, number):
+    """What a user types on each machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "1", "--rdzv-id", "small"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["-m", "anchor_embedding", "train", str(folder / "wanted.toml")]
+    command += ["--out", str(folder / "run"), "--resume"]
+    with open(folder / f"agent-{number}.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def kill_with_children(process):
+    """As when a machine loses its power."""
+    family = [*psutil.Process(process.pid).children(recursive=True), process]
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
+    """Two agents of torchrun; one is killed with its process in the middle, the other ends, and
+    both are started again by the same words.
     """
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = f"127.0.0.1:{silent.getsockname()[1]}"
-        watcher = started(recipe, tmp_path, nproc=1, nodes=2, node_rank=1, rendezvous=place)
-        silent.settimeout(60)
-        with silent.accept()[0]:
-            processes = psutil.Process(watcher.pid).children()
-            watcher.send_signal(number)
-            wait_until(lambda: not alive(processes), seconds=20)
-            watcher.communicate(timeout=20)
-    assert len(processes) == 1
+    fault(monkeypatch, "pass", rank="01")
+    monkeypatch.setenv("FAULT", os.environ["FAULT"].replace("0.03", "0.25"))
+    recipe.replace(steps=30).save(tmp_path / "wanted.toml")
+    logs = [tmp_path / f"agent-{number}.log" for number in range(2)]
+
+    def start_both():
+        port = free_port()
+        return [agent(tmp_path, port, number) for number in range(2)]
+
+    agents = start_both()
+    try:
+        wait_until(lambda: len(steps(tmp_path)) >= 4)
+        kill_with_children(agents[1])
+        assert agents[0].wait(timeout=60) != 0
+        agents = start_both()
+        codes = [process.wait(timeout=120) for process in agents]
+        assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    finally:
+        for process in agents:
+            with suppress(psutil.NoSuchProcess):
+                kill_with_children(process)
+    assert "goes on from step" in logs[0].read_text()
+    assert steps(tmp_path) == [*range(1, 31)]
+    assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2
+    straight = recipe.replace(steps=30)
+    train(straight, tmp_path / "straight", progress=False, say=quiet)
+    whole = load_file(tmp_path / "straight" / "final" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "run" / "final" / "model.safetensors").items():
+        assert (weight - whole[name]).abs().max() < 1e-3, name
 
 
-@pytest.mark.slow
-def test_two_nodes(tmp_path, recipe):
-    """Two watchers on one machine, a process each, make one run."""
-    place = f"127.0.0.1:{free_port()}"
-    nodes = [
-        started(recipe, tmp_path, nproc=1, nodes=2, node_rank=rank, rendezvous=place)
-        for rank in (0, 1)
-    ]
-    said = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
-    assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2 and steps(
-        tmp_path
-    ) == [1, 2, 3, 4, 5, 6]
-    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [
-        "rank-0.log",
-        "rank-1.log",
-    ]
-
-
-def test_nodes_with_different_settings_are_refused(tmp_path, recipe):
-    """One node was given another seed: no step is made, and each says why."""
-    place = f"127.0.0.1:{free_port()}"
-    nodes = []
+def test_machines_with_different_settings_are_refused(tmp_path, recipe):
+    """One machine was given another seed: no step is made, and each says why."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    machines = []
     for rank in (0, 1):
-        (tmp_path / f"node{rank}").mkdir()
-        given = recipe.replace(seed=rank)
-        nodes.append(
-            started(
-                given,
-                tmp_path / f"node{rank}",
-                nproc=1,
-                nodes=2,
-                node_rank=rank,
-                rendezvous=place,
-                out=str(tmp_path / "run"),
+        wanted = tmp_path / f"wanted-{rank}.toml"
+        recipe.replace(seed=rank).save(wanted)
+        command = [sys.executable, "-m", "anchor_embedding", "train", str(wanted)]
+        machines.append(
+            subprocess.Popen(
+                [*command, "--out", str(tmp_path / "run")],
+                env=os.environ | place | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
-    for node in nodes:
-        said, _ = node.communicate(timeout=120)
-        assert (
-            node.returncode != 0
-            and "InputError: the processes were given different settings" in said
-        ), said
+    for machine in machines:
+        said, _ = machine.communicate(timeout=120)
+        assert machine.returncode == 2, said
+        assert "anchor: the processes were given different settings" in said
     assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()

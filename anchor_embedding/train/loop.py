@@ -228,7 +228,7 @@ def make_accelerator(recipe: Recipe, out: str | Path) -> Accelerator:
         torch.distributed.all_gather_object(given, recipe.to_toml())
         if len(set(given)) > 1:
             raise InputError(
-                "the processes were given different settings; start all nodes with "
+                "the processes were given different settings; start all of them with "
                 "the same recipe and the same --set"
             )
     return accelerator
