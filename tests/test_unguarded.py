@@ -1,0 +1,134 @@
+"""Faults that once passed every test: each has one of its own here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anchor_embedding.cli import main
+from anchor_embedding.data.examples import Example
+from anchor_embedding.data.store import open_examples
+from anchor_embedding.objectives.reconstruction import Reconstruction
+from anchor_embedding.train.loop import train
+from anchor_embedding.train.recipe import Recipe
+
+
+def quiet(text):
+    pass
+
+
+def small(base, pairs, **settings):
+    shared = {"name": "small", "objective": "reconstruction", "base": str(base), "steps": 3}
+    shared |= {"data": str(pairs), "batch_size": 8, "warmup_steps": 1, "max_length": 40}
+    return Recipe(**(shared | {"dtype": "float32", "learning_rate": 3e-3} | settings))
+
+
+def test_the_optimizer_is_adamw_with_the_settings_of_the_recipe(
+    base, examples, pairs, tmp_path, monkeypatch
+):
+    """Weight decay, both betas and epsilon, against the formula of Loshchilov and Hutter."""
+    rate, beta1, beta2, epsilon, decay = 3e-3, 0.6, 0.7, 1e-3, 0.3
+    recipe = small(base, pairs, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=decay)
+    recipe = recipe.replace(schedule_steps=10**9)
+    seen = []
+    real = torch.optim.AdamW.step
+
+    def step(self, *arguments, **settings):
+        (group,) = self.param_groups
+        seen.append([(p.detach().double(), p.grad.double()) for p in group["params"]])
+        return real(self, *arguments, **settings)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(recipe, tmp_path / "run", examples, progress=False, say=quiet)
+    weights = [weight.clone() for weight, _ in seen[0]]
+    first = [torch.zeros_like(weight) for weight in weights]
+    second = [torch.zeros_like(weight) for weight in weights]
+    for number, state in enumerate(seen, start=1):
+        for i, (weight, gradient) in enumerate(state):
+            assert torch.allclose(weight, weights[i], atol=1e-6)
+            first[i] = beta1 * first[i] + (1 - beta1) * gradient
+            second[i] = beta2 * second[i] + (1 - beta2) * gradient**2
+            mean = first[i] / (1 - beta1**number)
+            spread = (second[i] / (1 - beta2**number)).sqrt()
+            weights[i] = weights[i] * (1 - rate * decay) - rate * mean / (spread + epsilon)
+    saved = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    ends = sorted(weight.sum().item() for weight in saved.values())
+    assert ends == pytest.approx(sorted(weight.sum().item() for weight in weights), abs=1e-3)
+
+
+def test_every_step_and_every_process_has_noise_of_its_own(base, pairs, tmp_path):
+    """The state of the generator in each of three steps of two processes: six different ones."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    import torch\n"
+        "    real = torch.optim.AdamW.step\n"
+        "    def step(self, *arguments, **settings):\n"
+        "        with open(os.environ['SEEDS'] + os.environ['RANK'], 'a') as file:\n"
+        "            print(torch.initial_seed(), file=file)\n"
+        "        return real(self, *arguments, **settings)\n"
+        "    torch.optim.AdamW.step = step\n"
+    )
+    paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "SEEDS": str(tmp_path / "seeds-")}
+    small(base, pairs, input_dropout=0.5).save(tmp_path / "wanted.toml")
+    command = [sys.executable, "-m", "anchor_embedding", "train", str(tmp_path / "wanted.toml")]
+    subprocess.run(
+        [*command, "--out", str(tmp_path / "run"), "--nproc", "2"],
+        env=os.environ | environment,
+        check=True,
+        capture_output=True,
+    )
+    seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in range(2)]
+    assert [len(own) for own in seeds] == [3, 3] and len({*seeds[0], *seeds[1]}) == 6
+
+
+def test_changed_data_are_refused_on_resume(base, pairs, tmp_path, capsys):
+    copy = tmp_path / "pairs.jsonl"
+    copy.write_text(pairs.read_text())
+    small(base, copy, checkpoint_every=1).save(tmp_path / "wanted.toml")
+    words = ["train", str(tmp_path / "wanted.toml"), "--out", str(tmp_path / "run"), "--resume"]
+    assert main(words) == 0
+    for name in ("final", "step-000003"):
+        shutil.rmtree(tmp_path / "run" / name)
+    rows = [json.loads(line) for line in copy.read_text().splitlines()]
+    rows[7]["positive"] += " and more"
+    copy.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "are not those this run began with" in capsys.readouterr().err
+    assert (tmp_path / "run" / "step-000002").is_dir() and not (tmp_path / "run" / "final").exists()
+
+
+def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_path, monkeypatch):
+    modes = []
+    real = Reconstruction.watch
+
+    def watched(self, decoder, *arguments, **settings):
+        modes.extend(module.training for module in decoder.modules())
+        return real(self, decoder, *arguments, **settings)
+
+    monkeypatch.setattr(Reconstruction, "watch", watched)
+    recipe = small(base, pairs, input_dropout=0.5, anchor_gain_every=1)
+    train(recipe, tmp_path / "run", examples, progress=False, say=quiet)
+    assert modes and not any(modes)
+
+
+def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monkeypatch):
+    """More rows than one batch of the file holds, asked for in any order."""
+    monkeypatch.setenv("ANCHOR_CACHE", str(tmp_path / "cache"))
+    wanted = [Example(f"query {i}", f"positive {i}", (f"no {i}",), "many") for i in range(5000)]
+    with open(tmp_path / "many.jsonl", "w") as file:
+        for pair in wanted:
+            row = {"query": pair.query, "positive": pair.positive, "negative": pair.negatives[0]}
+            file.write(json.dumps(row) + "\n")
+    store = open_examples(tmp_path / "many.jsonl", say=quiet)
+    places = [4999, 0, 1023, 1024, 1025, 2047, 2048, 3333, 1]
+    assert store.take(places) == [wanted[place] for place in places]
+    assert list(store) == wanted
