@@ -14,14 +14,16 @@ from anchor_embedding.evaluate.local_tasks import (
     open_tasks,
     task_size,
 )
-from anchor_embedding.evaluate.tasks import (
+from anchor_embedding.evaluate.prompts import (
     PROMPTS,
-    find_tasks,
+    choose_style,
     gets_instruction,
     paper_instruction,
+)
+from anchor_embedding.evaluate.tasks import (
+    find_tasks,
     split_names,
     subset15,
-    task_instruction,
 )
 
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
@@ -32,6 +34,10 @@ needs_data = pytest.mark.skipif(
 PAIR = {"sentence1": "a cat", "sentence2": "the cat", "score": 4.5}
 OTHER_PAIR = PAIR | {"score": 1.0}
 DOCUMENTS = [{"_id": f"d{i}", "title": "", "text": f"text {i}"} for i in range(3)]
+
+
+def task_instruction(metadata, side, prompts="paper"):
+    return choose_style(prompts).instruction(metadata, side)
 
 
 def lines(rows):
@@ -249,7 +255,7 @@ FAULTS = {
     "twice": (
         "retrieval",
         dict(corpus=DOCUMENTS + DOCUMENTS[:1], queries=QUERY, qrels=QRELS),
-        "corpus.jsonl:4: the id 'd0' stands",
+        "corpus.jsonl:4: the id 'd0' is in",
     ),
     "bad qrels": (
         "retrieval",
