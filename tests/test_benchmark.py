@@ -24,7 +24,7 @@ from anchor_embedding.embed.encoders import load_model
 from anchor_embedding.evaluate import benchmark, encoder
 from anchor_embedding.evaluate.benchmark import evaluate, run_task
 from anchor_embedding.evaluate.encoder import MtebEncoder, VectorStore, style_of
-from anchor_embedding.evaluate.local_tasks import local_tasks
+from anchor_embedding.evaluate.local_tasks import open_tasks
 from anchor_embedding.evaluate.scores import scores_table
 from anchor_embedding.evaluate.sweep import TaskEvaluator, sweep
 from anchor_embedding.model.decoder import CausalDecoder, probe
@@ -38,6 +38,15 @@ needs_data = pytest.mark.skipif(
     reason="real tasks: set ANCHOR_DATA to the folder that holds eval/",
 )
 CHEAP = ("STS17", "AskUbuntuDupPairs", "HotpotQADistractor")
+
+
+def local_tasks(folder, names=None):
+    """All tasks of a folder, or the first one's error."""
+    tasks = list(open_tasks(names, folder).values())
+    for task in tasks:
+        if isinstance(task, InputError):
+            raise task
+    return tasks
 
 
 def tiny(seed=0, template="plain", max_length=64):
@@ -466,7 +475,7 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
         "STS17",
     ]
     assert (
-        "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'"
+        "pairs.jsonl:1: score: Input should be a valid number, got 'much'"
         in scores["errors"]["STS12"]
     )
     assert (

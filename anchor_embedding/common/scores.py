@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 
 # %% ../../nbs/common/25_scores.ipynb #d83d1609
 from .errors import InputError
+from .settings import first_fault
 
 # %% ../../nbs/common/25_scores.ipynb #02629d22
 class TaskScore(BaseModel):
@@ -47,9 +48,7 @@ def _read(source: str | os.PathLike | Mapping, kind, name: str, remedy: str) -> 
         TypeAdapter(kind).validate_python(content)
         return content
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ": ".join(map(str, [*first["loc"], first["msg"]]))
-        reason = f"{place}, got {str(first['input'])[:40]}"
+        reason = first_fault(error)
     except (OSError, ValueError) as error:
         reason = str(error)
     raise InputError(f"{source!s:.200} is no {name} ({reason}); {remedy}")

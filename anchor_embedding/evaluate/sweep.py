@@ -31,12 +31,10 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     folders = sorted(run.glob("step-*/"))
     steps = {int(folder.name.removeprefix("step-")): folder for folder in folders}
     wanted = {step: folder for step, folder in steps.items() if not every or step % every == 0}
-    if wanted:
-        return wanted
-    which = f"at a multiple of {every}" if every else "to score"
-    there = ", ".join(map(str, steps))
-    has = f"its checkpoints are at steps {there}" if steps else "it has no checkpoints"
-    raise InputError(f"{run} has no checkpoint {which}: {has}")
+    if not wanted:
+        there = f"are at steps {', '.join(map(str, steps))}" if steps else "do not exist"
+        raise InputError(f"{run} has no checkpoint to score: its checkpoints {there}")
+    return wanted
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #54a0521c
 # settings that a line of evals.jsonl has only where they are others

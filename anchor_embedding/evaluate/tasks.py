@@ -68,8 +68,7 @@ def _unknown(name: str, known: Iterable[str]) -> InputError:
     "The error for a name that does not exist, with the nearest ones that do."
     lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), lower, 3, 0.5)
-    near = near[:1] if name.lower() in near else near
-    offer = " or ".join(f"`{lower[other]}`" for other in near)
+    offer = ", ".join(f"`{lower[other]}`" for other in near)
     question = f"; did you mean {offer}?" if offer else ""
     return InputError(f"no task or task set is called {name!r}{question}")
 
