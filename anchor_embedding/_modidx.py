@@ -985,6 +985,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                   'anchor_embedding/evaluate/prompts.py'),
                                                    'anchor_embedding.evaluate.prompts.PromptStyle.instructions': ( 'evaluate/prompts.html#promptstyle.instructions',
                                                                                                                    'anchor_embedding/evaluate/prompts.py'),
+                                                   'anchor_embedding.evaluate.prompts.PromptStyle.usual': ( 'evaluate/prompts.html#promptstyle.usual',
+                                                                                                            'anchor_embedding/evaluate/prompts.py'),
                                                    'anchor_embedding.evaluate.prompts.PromptStyle.wording': ( 'evaluate/prompts.html#promptstyle.wording',
                                                                                                               'anchor_embedding/evaluate/prompts.py'),
                                                    'anchor_embedding.evaluate.prompts._family': ( 'evaluate/prompts.html#_family',

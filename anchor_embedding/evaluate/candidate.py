@@ -83,7 +83,7 @@ def find_candidate(
         "max_length": max_length,
         "dtype": str(compute).removeprefix("torch."),
     }
-    suffix = "" if style == style_of(model) else f"-{style.name}"
+    suffix = "" if style.usual else f"-{style.name}"
     if max_length != MAX_LENGTH:
         suffix += f"-{max_length or 'own-length'}"
     if not loaded and dtype != "auto":

@@ -208,9 +208,8 @@ def model_meta(
     from mteb.models import ModelMeta
     from mteb.models.model_meta import ScoringFunction
 
-    usual = style_of(embedder)
-    style = style or usual
-    unusual = {} if style == usual else {"prompts": style.name}
+    style = style or style_of(embedder)
+    unusual = {} if style.usual else {"prompts": style.name}
     if max_length not in (None, MAX_LENGTH):
         unusual["max_length"] = max_length
     weights = list(embedder.decoder.parameters())

@@ -105,6 +105,12 @@ class PromptStyle:
         "Whether the model was trained so; None where nobody knows."
         return None if self.trained_with is None else self.name == self.trained_with
 
+    @property
+    def usual(self) -> bool:
+        "Whether this is what `auto` gives for such a model."
+        nobody_knows = self.trained_with is None and self.name == "mteb" and not self.generic
+        return bool(self.as_trained or nobody_knows)
+
     def instruction(
         self,
         metadata,  # mteb's TaskMetadata

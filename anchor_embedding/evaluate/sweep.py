@@ -33,7 +33,9 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     wanted = {step: folder for step, folder in steps.items() if not every or step % every == 0}
     if not wanted:
         there = f"are at steps {', '.join(map(str, steps))}" if steps else "do not exist"
-        raise InputError(f"{run} has no checkpoint to score: its checkpoints {there}")
+        raise InputError(
+            f"{run} has no checkpoint to score with every = {every}: its checkpoints {there}"
+        )
     return wanted
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #54a0521c
@@ -79,7 +81,7 @@ def sweep(
         names = {"name": folder.name, "title": f"step {step}"}
         scores.append(evaluate(folder, tasks, out, data_dir, say=say, **names, **options))
         different = dict(unusual)
-        if "prompts" in unusual and style_of(folder, unusual["prompts"]) == style_of(folder):
+        if "prompts" in unusual and style_of(folder, unusual["prompts"]).usual:
             del different["prompts"]
         _add_lines(run, step, scores[-1]["tasks"], different)
     return scores
@@ -113,7 +115,7 @@ class TaskEvaluator:
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         style = style_of(embedder, self.prompts)
-        unusual = {} if style == style_of(embedder) else {"prompts": style.name}
+        unusual = {} if style.usual else {"prompts": style.name}
         meta = model_meta(embedder, revision="in training", style=style)
         here = [embedder.decoder.device]
         encoder = MtebEncoder(embedder, style, meta, devices=here, **self.options)
