@@ -534,7 +534,7 @@ def test_an_error_deletes_no_score(saved, quick, tmp_path):
     )
     write(data / "reranking" / "Lists", test=[{"query": "a", "positive": [], "negative": ["b"]}])
     for tasks, reason in (
-        ("Lists", "no positive document"),
+        ("Lists", "positive: List should have at least 1 item"),
         ("STSBenchmark,Good", "STSBenchmark is not in"),
     ):
         failed = evaluate(

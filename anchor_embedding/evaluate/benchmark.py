@@ -217,13 +217,15 @@ def _score(
         _run_tasks(loaded, waiting, candidate, file, progress)
         return
     file.folder.mkdir(exist_ok=True)
-    store = VectorStore(file.folder / f"vectors-{digest(candidate.identity)}", loaded.dimension)
+    own = file.folder / f"vectors-{digest(candidate.identity)}"
+    for path in file.folder.glob("vectors-*"):
+        if not path.name.startswith(own.name):  # of other settings, by a process that was killed
+            path.unlink()
+    store = VectorStore(own, loaded.dimension)
     length = candidate.identity["max_length"]
     encoder = MtebEncoder(loaded, candidate.style, meta, store, max_length=length, **options)
     _run_tasks(encoder, waiting, candidate, file, progress)
     store.remove()
-    for left in file.folder.glob("vectors-*"):  # by an evaluation of other settings that was killed
-        left.unlink()
 
 
 def evaluate(

@@ -139,13 +139,13 @@ class MtebEncoder:
         instruction = self.style.instruction(task_metadata, side)
         texts = [text for batch in inputs for text in batch["text"]]
         places, different = pd.factorize(np.array(texts, dtype=object))
-        parts = []
+        characters = np.bincount(places, [len(text) for text in texts], len(different))
+        vectors = np.empty((len(different), self.replicas[0].dimension), np.float32)
         for start in range(0, len(different), CHUNK_TEXTS):
-            part = list(different[start : start + CHUNK_TEXTS])
-            parts.append(self._look_up(part, instruction, task_metadata.name))
-            again = np.bincount(places, minlength=len(different))[start : start + CHUNK_TEXTS]
-            self.encoded(sum(len(text) * int(n) for text, n in zip(part, again, strict=True)))
-        return np.concatenate(parts)[places]
+            part = slice(start, start + CHUNK_TEXTS)
+            vectors[part] = self._look_up(list(different[part]), instruction, task_metadata.name)
+            self.encoded(int(characters[part].sum()))
+        return vectors[places]
 
     def _look_up(self, texts: list[str], instruction: str | None, task: str) -> np.ndarray:
         "(n, d) vectors of different texts, from the store where they are there."
