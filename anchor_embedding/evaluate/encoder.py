@@ -32,13 +32,13 @@ from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #26d44c04
 class VectorStore:
-    "Vectors (float32) in a file, found by keys; full, it keeps what it has."
+    "Vectors (float32) in a file, each under a key; full, it keeps what it has."
 
     def __init__(
         self,
         path: str | os.PathLike,
         dimension: int,
-        limit: int | None = None,  # bytes on disk; None = half of what is free
+        limit: int | None = None,  # bytes of vectors; None = half of what is free
     ):
         self.path = Path(path)
         limit = shutil.disk_usage(self.path.parent).free // 2 if limit is None else limit
@@ -185,11 +185,16 @@ def trained_on(
     model: str | os.PathLike,  # a run, a checkpoint, a pipeline's arm
 ) -> set[str] | None:  # as mteb names tasks; None when nothing tells
     "The tasks whose training data a model has seen, over all its stages."
-    cards = find_cards(Path(model))
-    datasets = [card.get("datasets", card["recipe"]["data"]) for card in cards]
-    if not cards or any(isinstance(names, str) and names != "docstrings" for names in datasets):
+    names = set()
+    for card in find_cards(Path(model)):
+        datasets = card.get("datasets", card["recipe"]["data"])
+        if datasets == "docstrings":
+            datasets = [datasets]
+        if isinstance(datasets, str):
+            return None
+        names.update(datasets)
+    if not names:
         return None
-    names = {name for names in datasets for name in ([names] if names == "docstrings" else names)}
     return {task for name in names for task in _training_tasks().get(name, [name])}
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #f74d803e
@@ -213,12 +218,13 @@ def model_meta(
     if max_length not in (None, MAX_LENGTH):
         unusual["max_length"] = max_length
     weights = list(embedder.decoder.parameters())
+    table = embedder.decoder.causal_lm.get_input_embeddings()
     return ModelMeta.create_empty(
         {
             "name": f"anchor_embedding/{name}",
             "revision": revision or model_revision(embedder),
             "n_parameters": sum(weight.numel() for weight in weights),
-            "n_embedding_parameters": embedder.decoder.causal_lm.get_input_embeddings().weight.numel(),
+            "n_embedding_parameters": table.weight.numel(),
             "memory_usage_mb": round(sum(weight.nbytes for weight in weights) / 2**20),
             "max_tokens": max_length or embedder.tokenizer.max_length,
             "embed_dim": embedder.dimension,

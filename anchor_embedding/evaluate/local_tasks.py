@@ -107,7 +107,8 @@ def _columns(path: Path, model: type[BaseModel]) -> dict[str, list]:
         if issubclass(model, Query):
             if checked.id in ids:
                 raise InputError(
-                    f"{where}: the id {checked.id!r} is in {path.name} twice; give every row its own"
+                    f"{where}: the id {checked.id!r} is in {path.name} twice; give every row one "
+                    "of its own"
                 )
             ids.add(checked.id)
         for name, value in checked:
@@ -438,7 +439,8 @@ def _task_or_error(name: str, folders: dict[str, Path], data_dir: Path):
         return _local_task(folders[name])
     except InputError as error:
         return error
-    except (OSError, ValueError) as error:  # a file that cannot be read, a name that mteb refuses
+    # a file that cannot be read, a name that mteb refuses
+    except (OSError, ValueError) as error:
         return InputError(f"{folders[name]}: {error}")
 
 

@@ -116,22 +116,20 @@ class ScoresFile:
 
 # %% ../../nbs/evaluate/38_scores.ipynb #8ece3488
 def scores_table(
-    scores: Sequence[
-        dict
-    ],  # see `read_scores`; a model that could not be loaded has an error "model"
+    # see `read_scores`; a model that could not be loaded has an error "model"
+    scores: Sequence[dict],
 ) -> pd.DataFrame:  # tasks × models, main scores in 0 … 1; the first column is the type
     "Main scores side by side; a task that a model lacks stays empty, and no mean counts it."
-    types = {}
-    columns = {}
-    for one in scores:
-        types |= dict.fromkeys(task for task in one["errors"] if task not in types)
-        types |= {task: entry["type"] for task, entry in one["tasks"].items()}
-        main = {task: entry["main_score"] for task, entry in one["tasks"].items()}
-        columns[one["model"]] = pd.Series(main, dtype=float)
-    types.pop("model", None)
-    table = pd.DataFrame(columns, index=pd.Index(types, name="task"))
+    names = dict.fromkeys(task for one in scores for task in [*one["tasks"], *one["errors"]])
+    names.pop("model", None)
+    types = {task: entry["type"] for one in scores for task, entry in one["tasks"].items()}
+    main = {
+        one["model"]: {task: entry["main_score"] for task, entry in one["tasks"].items()}
+        for one in scores
+    }
+    table = pd.DataFrame(main, index=pd.Index(names, name="task"), dtype=float)
     shared = table.dropna()
-    table.insert(0, "type", [kind or "" for kind in types.values()])
+    table.insert(0, "type", [types.get(task, "") for task in names])
     if len(shared):
         table.loc[f"mean of {counted(len(shared), 'task')}"] = ["", *shared.mean()]
     return table
