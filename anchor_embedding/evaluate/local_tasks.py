@@ -365,6 +365,9 @@ def _local_task(folder: Path):
     abstract = getattr(mteb.abstasks, kind.base)
     dataset = {"path": f"local/{name}", "revision": data_fingerprint(folder)}
     members = {"folder": folder, "kind": kind, "load_data": _load_data}
+    if kind.type == "Classification":  # mteb's own tasks have other names for them
+        members |= {"input_column_name": "text", "label_column_name": "label"}
+        members["train_split"] = "train"
     real = mteb_task(name)
     if real is None:
         members["metadata"] = _new_metadata(folder, kind, dataset)
@@ -382,7 +385,7 @@ def _local_task(folder: Path):
 
 
 def _load_data(task, num_proc=None, **_) -> None:
-    "The `load_data` of a local task: what its reader gives, under the names that mteb expects."
+    "The `load_data` of a local task: its files, arranged as mteb expects them."
     from datasets import Dataset, DatasetDict
 
     if task.data_loaded:
@@ -390,18 +393,10 @@ def _load_data(task, num_proc=None, **_) -> None:
     folder = task.folder
     files = task.kind.files.items()
     tables = {stem: _columns(_file(folder, stem), model) for stem, model in files}
-    # a split and two columns that mteb's own task may call otherwise
-    names = {"test": task.eval_splits[0], "train": getattr(task, "train_split", "train")}
-    if hasattr(task, "train_split"):
-        names |= {"text": task.input_column_name, "label": task.label_column_name}
-    splits = {}
-    for part, columns in task.kind.arrange(folder, tables).items():
-        split = names[part]
-        if "corpus" in columns:
-            splits[split] = columns
-        else:
-            renamed = {names.get(name, name): column for name, column in columns.items()}
-            splits[split] = Dataset.from_dict(renamed)
+    splits = task.kind.arrange(folder, tables)
+    for split, columns in splits.items():
+        splits[split] = columns if "corpus" in columns else Dataset.from_dict(columns)
+    splits[task.eval_splits[0]] = splits.pop("test")
     task.dataset = {task.hf_subsets[0]: DatasetDict(splits)}
     task.data_loaded = True
 
