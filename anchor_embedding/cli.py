@@ -104,7 +104,7 @@ def tournament(args: argparse.Namespace) -> None:
     contestants(args.recipes, args.set)  # raises before anything is read
     tasks = None
     if args.tasks or args.data_dir:
-        from anchor_embedding.evaluate.benchmark import TaskEvaluator
+        from anchor_embedding.evaluate.sweep import TaskEvaluator
 
         tasks = TaskEvaluator(args.tasks, args.data_dir)
     given = {"heldout": args.heldout, "tasks": tasks, "say": _say, "seeds": args.seeds}
@@ -123,7 +123,7 @@ def _evaluator(args, recipe):
         return None
     if not recipe.eval_every:
         raise InputError("--eval-tasks and --data-dir need to know when: --set eval_every=STEPS")
-    from anchor_embedding.evaluate.benchmark import TaskEvaluator
+    from anchor_embedding.evaluate.sweep import TaskEvaluator
 
     return TaskEvaluator(args.eval_tasks, args.data_dir)
 
@@ -378,7 +378,8 @@ def mine(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #f89cd116
 def evaluate(args: argparse.Namespace) -> None:
     "Score models on tasks of MTEB, by mteb itself."
-    from anchor_embedding.evaluate.benchmark import evaluate_models, scores_table, table_markdown
+    from anchor_embedding.evaluate.benchmark import evaluate_models
+    from anchor_embedding.evaluate.scores import scores_table, table_markdown
 
     found = evaluate_models(args.models, _tasks(args), args.out, say=_say, **_scoring(args))
     print(table_markdown(scores_table(found)))
@@ -388,8 +389,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def sweep(args: argparse.Namespace) -> None:
     "Score the checkpoints of a run, into its evals.jsonl."
-    from anchor_embedding.evaluate.benchmark import scores_table, table_markdown
-    from anchor_embedding.evaluate.benchmark import sweep as sweep_run
+    from anchor_embedding.evaluate.scores import scores_table, table_markdown
+    from anchor_embedding.evaluate.sweep import sweep as sweep_run
 
     found = sweep_run(args.run_folder, args.every, _tasks(args), say=_say, **_scoring(args))
     print(table_markdown(scores_table(found)))

@@ -17,20 +17,19 @@ import pytest
 import torch
 
 from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.scores import read_scores
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.encoders import load_model
-from anchor_embedding.evaluate import benchmark
-from anchor_embedding.evaluate.benchmark import (
-    MtebEncoder,
-    evaluate,
-    run_task,
-    scores_table,
-    sweep,
-)
-from anchor_embedding.evaluate.local_tasks import local_tasks
+from anchor_embedding.evaluate import benchmark, encoder
+from anchor_embedding.evaluate.benchmark import evaluate, run_task
+from anchor_embedding.evaluate.encoder import MtebEncoder, VectorStore, style_of
+from anchor_embedding.evaluate.local_tasks import open_tasks
+from anchor_embedding.evaluate.scores import scores_table
+from anchor_embedding.evaluate.sweep import TaskEvaluator, sweep
 from anchor_embedding.model.decoder import CausalDecoder, probe
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.train.runs import read_log
 
 WORDS = sorted(set(PROSE.split()))
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
@@ -39,6 +38,15 @@ needs_data = pytest.mark.skipif(
     reason="real tasks: set ANCHOR_DATA to the folder that holds eval/",
 )
 CHEAP = ("STS17", "AskUbuntuDupPairs", "HotpotQADistractor")
+
+
+def local_tasks(folder, names=None):
+    """All tasks of a folder, or the first one's error."""
+    tasks = list(open_tasks(names, folder).values())
+    for task in tasks:
+        if isinstance(task, InputError):
+            raise task
+    return tasks
 
 
 def tiny(seed=0, template="plain", max_length=64):
@@ -217,7 +225,7 @@ def agrees(model, folder, name):
     (ours,) = local_tasks(folder, name)
     (theirs,) = local_tasks(folder, name)
     model = BagOfWords(model)
-    entry = run_task(MtebEncoder(model, prompts="none"), ours)
+    entry, _ = run_task(MtebEncoder(model, style_of(model, "none")), ours)
     return entry, of_mteb(SentenceTransformer(modules=[Stored(model.made)], device="cpu"), theirs)
 
 
@@ -382,13 +390,13 @@ def test_a_broken_queries_file_stops_no_evaluation(saved, quick, content):
         found["tasks"].keys() == {"Lists", "Pairs", "STSBenchmark"}
         and found["tasks"]["Lists"] == first["tasks"]["Lists"]
     )
-    assert len(said) == 2 and "queries.json is broken" in said[0] and not found["errors"]
+    assert len(said) == 2 and "is no queries.json" in said[0] and not found["errors"]
 
 
 def test_leftover_vectors_of_other_settings_are_removed(saved, quick):
     folder = quick["out"] / f"{saved.name}-float32"
-    for name in ("vectors-0123456789abcdef", "other"):
-        (folder / name).mkdir(parents=True)
+    (folder / "other").mkdir(parents=True)
+    VectorStore(folder / "vectors-0123456789abcdef", 8).database.close()
     evaluate(saved, **quick, say=lambda text: None)
     assert {path.name for path in folder.iterdir()} == {"other", "scores.json", "queries.json"}
 
@@ -467,7 +475,7 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
         "STS17",
     ]
     assert (
-        "pairs.jsonl:1: 'score' must be a finite number, but it is 'much'"
+        "pairs.jsonl:1: score: Input should be a valid number, got 'much'"
         in scores["errors"]["STS12"]
     )
     assert (
@@ -485,8 +493,31 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
         saved, **quick | {"tasks": "Good,STS17", "data_dir": data}, say=lambda text: None
     )
     assert list(scores["tasks"]) == ["Good", "STS17"] and not scores["errors"]
-    kept = benchmark.read_scores(tmp_path / "out" / f"{saved.name}-float32")
+    kept = read_scores(tmp_path / "out" / f"{saved.name}-float32")
     assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
+
+
+def test_a_broken_task_folder_is_one_error(saved, quick, tmp_path):
+    """Whatever is broken: its notes, its packed file, its name, its files' permissions or form."""
+    data = tmp_path / "data"
+    pairs = [{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])]
+    for name in ("Good", "BadNotes", "BadNotes2", "NotText", "NoTask"):
+        write(data / "sts" / name, pairs=pairs)
+    (data / "sts" / "BadNotes" / "meta.json").write_text('{"instruction": 5}')
+    (data / "sts" / "BadNotes2" / "meta.json").write_bytes(b"\xff\xfe")
+    (data / "sts" / "NotText" / "meta.json").mkdir()
+    (data / "sts" / "NoTask" / "pairs.jsonl").unlink()
+    for name, content in (("Tiny", b"\x1f"), ("Empty", b""), ("Broken", b"\x1f\x8b\x08\x00" * 9)):
+        for kind, file in (("sts", "pairs.jsonl.gz"), ("reranking", "test.jsonl.gz")):
+            (data / kind / f"{name}{kind}").mkdir(parents=True)
+            (data / kind / f"{name}{kind}" / file).write_bytes(content)
+        (data / f"{name}Alone").mkdir()
+        (data / f"{name}Alone" / "test.jsonl.gz").write_bytes(content)
+    scores = evaluate(saved, **quick | {"tasks": None, "data_dir": data}, say=lambda text: None)
+    assert list(scores["tasks"]) == ["Good"] and len(scores["errors"]) == 13
+    assert "meta.json: instruction: Input should be a valid string" in scores["errors"]["BadNotes"]
+    for name, reason in scores["errors"].items():
+        assert str(data) in reason and name in reason and "\n" not in reason
 
 
 def test_an_error_deletes_no_score(saved, quick, tmp_path):
@@ -503,7 +534,7 @@ def test_an_error_deletes_no_score(saved, quick, tmp_path):
     )
     write(data / "reranking" / "Lists", test=[{"query": "a", "positive": [], "negative": ["b"]}])
     for tasks, reason in (
-        ("Lists", "no positive document"),
+        ("Lists", "positive: List should have at least 1 item"),
         ("STSBenchmark,Good", "STSBenchmark is not in"),
     ):
         failed = evaluate(
@@ -512,13 +543,13 @@ def test_an_error_deletes_no_score(saved, quick, tmp_path):
         name = tasks.split(",")[0]
         assert reason in failed["errors"][name] and name not in failed["tasks"]
     assert {
-        key: value for key, value in benchmark.read_scores(folder)["tasks"].items() if key != "Good"
+        key: value for key, value in read_scores(folder)["tasks"].items() if key != "Good"
     } == first["tasks"]
-    assert (folder / "queries.json").read_text() == kept[
-        "queries.json"
-    ] and not benchmark.read_scores(folder)["errors"]
+    assert (folder / "queries.json").read_text() == kept["queries.json"] and not read_scores(
+        folder
+    )["errors"]
     assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {
-        "about": benchmark.read_scores(folder)["about"]
+        "about": read_scores(folder)["about"]
     }
 
 
@@ -584,13 +615,13 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
     for name in ("First", "Second"):
         retrieval(tmp_path / "data" / "retrieval" / name, 60, 10)
     asked = []
-    encode_on = benchmark.encode_on
+    encode_on = encoder.encode_on
 
-    def counted(replicas, texts, told, tokens):
-        asked.extend((told, text) for text in texts)
-        return encode_on(replicas, texts, told, tokens)
+    def counted(replicas, texts, instruction, tokens):
+        asked.extend((instruction, text) for text in texts)
+        return encode_on(replicas, texts, instruction, tokens)
 
-    monkeypatch.setattr(benchmark, "encode_on", counted)
+    monkeypatch.setattr(encoder, "encode_on", counted)
     scores = evaluate(
         saved, None, tmp_path / "out", tmp_path / "data", dtype="float32", say=lambda text: None
     )
@@ -602,24 +633,24 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
 
 def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, monkeypatch):
     retrieval(tmp_path / "data" / "retrieval" / "Long", 60, 10)
-    monkeypatch.setattr(benchmark, "CHUNK_TEXTS", 16)
-    encode_on = benchmark.encode_on
+    monkeypatch.setattr(encoder, "CHUNK_TEXTS", 16)
+    encode_on = encoder.encode_on
     made = []
 
-    def killed(replicas, texts, told, tokens):
+    def killed(replicas, texts, instruction, tokens):
         made.extend(texts)
         if len(made) > 50:
             raise KeyboardInterrupt
-        return encode_on(replicas, texts, told, tokens)
+        return encode_on(replicas, texts, instruction, tokens)
 
     arguments = (saved, None, tmp_path / "out", tmp_path / "data")
-    monkeypatch.setattr(benchmark, "encode_on", killed)
+    monkeypatch.setattr(encoder, "encode_on", killed)
     with pytest.raises(KeyboardInterrupt):
         evaluate(*arguments, dtype="float32", say=lambda text: None)
     before = set(made[:42])
     made[:] = []
     monkeypatch.setattr(
-        benchmark,
+        encoder,
         "encode_on",
         lambda replicas, texts, *rest: made.extend(texts) or encode_on(replicas, texts, *rest),
     )
@@ -693,11 +724,11 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     ]
     settings += ["checkpoint_every=2", "eval_every=2", "instructions=none"]
     run = tmp_path / "run"
-    during = benchmark.TaskEvaluator("Pairs", generated)
+    during = TaskEvaluator("Pairs", generated)
     train(
         load_recipe("stage2", settings), run, pairs, during, progress=False, say=lambda text: None
     )
-    logged = benchmark.read_log(run / "evals.jsonl")
+    logged = read_log(run / "evals.jsonl")
     assert [(line["step"], line["task"]) for line in logged] == [
         (0, "Pairs"),
         (2, "Pairs"),
@@ -709,7 +740,7 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     found = [scores["tasks"]["Pairs"]["main_score"] for scores in swept]
     assert found == pytest.approx([line["score"] for line in logged[1:]], abs=1e-3)
     # a line more where merged weights round to another score
-    lines = benchmark.read_log(run / "evals.jsonl")
+    lines = read_log(run / "evals.jsonl")
     assert lines[:3] == logged and {line["step"]: line["score"] for line in lines} | {0: 0} == {
         0: 0,
         2: found[0],
@@ -717,7 +748,8 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     }
     said = []
     sweep(run, 2, "Pairs", generated, dtype="float32", progress=False, say=said.append)
-    assert said == ["== step 2", "== step 4"] and benchmark.read_log(run / "evals.jsonl") == lines
+    assert [line.split(":")[0] for line in said] == ["== step 2", "== step 4"]
+    assert read_log(run / "evals.jsonl") == lines
 
 
 def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
@@ -738,7 +770,7 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
             sweep(run, 2, **arguments, **settings)[0]
             for settings in ({}, {"prompts": "mteb", "max_length": 56, "dtype": "float32"})
         ]
-    lines = benchmark.read_log(run / "evals.jsonl")
+    lines = read_log(run / "evals.jsonl")
     assert lines[0] == usual and [line["score"] for line in lines[1:]] == [
         found["tasks"]["Pairs"]["main_score"] for found in swept
     ]
@@ -754,7 +786,7 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
 def test_importing_does_not_load_mteb():
     """It takes seconds to load; only an evaluation needs it."""
     code = (
-        "import sys, anchor_embedding.evaluate.benchmark, anchor_embedding.evaluate.tasks; "
+        "import sys, anchor_embedding.evaluate.sweep, anchor_embedding.evaluate.tasks; "
         "sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

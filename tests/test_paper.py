@@ -239,8 +239,8 @@ def test_what_was_scored_otherwise_is_no_seed_and_not_compared_query_by_query(tm
 @pytest.mark.parametrize(
     "content, contains",
     [
-        ("{", "not JSON"),
-        ("[]", "`tasks` with at least one task"),
+        ("{", "is no scores.json (Expecting property name"),
+        ("[]", "valid dictionary"),
         ('{"tasks": {"STS17": {"main_score": 50}}}', "STS17"),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
     scores = json.loads((tmp_path / f"{name}-64-float32" / "scores.json").read_text())
     about = scores["about"]
     assert (about["prompts"], about["trained_with"], about["as_trained"]) == (name, name, True)
-    assert scores["tasks"]["Mine"]["told"] == {"both": ASKED[name]["Mine"][0]}
+    assert scores["tasks"]["Mine"]["instructions"] == {"both": ASKED[name]["Mine"][0]}
 
 
 def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, tmp_path, capsys):

@@ -10,18 +10,19 @@ import pytest
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.evaluate.local_tasks import (
     data_fingerprint,
-    local_tasks,
     open_tasks,
     task_size,
 )
-from anchor_embedding.evaluate.tasks import (
+from anchor_embedding.evaluate.prompts import (
     PROMPTS,
-    find_tasks,
+    choose_style,
     gets_instruction,
     paper_instruction,
+)
+from anchor_embedding.evaluate.tasks import (
+    find_tasks,
     split_names,
     subset15,
-    task_instruction,
 )
 
 REAL = Path(os.environ["ANCHOR_DATA"]) / "eval" if os.environ.get("ANCHOR_DATA") else None
@@ -32,6 +33,10 @@ needs_data = pytest.mark.skipif(
 PAIR = {"sentence1": "a cat", "sentence2": "the cat", "score": 4.5}
 OTHER_PAIR = PAIR | {"score": 1.0}
 DOCUMENTS = [{"_id": f"d{i}", "title": "", "text": f"text {i}"} for i in range(3)]
+
+
+def task_instruction(metadata, side, prompts="paper"):
+    return choose_style(prompts).instruction(metadata, side)
 
 
 def lines(rows):
@@ -49,6 +54,15 @@ def write(folder, **files):
         )
         (folder / name).write_text(text)
     return folder
+
+
+def local_tasks(folder, names=None):
+    """All tasks of a folder, or the first one's error."""
+    tasks = list(open_tasks(names, folder).values())
+    for task in tasks:
+        if isinstance(task, InputError):
+            raise task
+    return tasks
 
 
 def fault(folder):
@@ -219,7 +233,7 @@ FAULTS = {
     "no corpus": (
         "retrieval",
         dict(queries=QUERY, qrels=QRELS),
-        "R has no corpus.jsonl (or .jsonl.gz), which a retrieval task needs; add it",
+        "R has no corpus.jsonl (or .jsonl.gz), which a task of its kind needs; add it",
     ),
     "no qrels": (
         "retrieval",
@@ -249,7 +263,7 @@ FAULTS = {
     "twice": (
         "retrieval",
         dict(corpus=DOCUMENTS + DOCUMENTS[:1], queries=QUERY, qrels=QRELS),
-        "corpus.jsonl:4: the id 'd0' stands",
+        "corpus.jsonl:4: the id 'd0' is in",
     ),
     "bad qrels": (
         "retrieval",
@@ -269,23 +283,23 @@ FAULTS = {
     "text score": (
         "sts",
         dict(pairs=[PAIR | {"score": "high"}]),
-        "pairs.jsonl:1: 'score' must be a finite number, but it is 'high'",
+        "pairs.jsonl:1: score: Input should be a valid number, got 'high'; correct it",
     ),
     "NaN score": (
         "sts",
         dict(pairs=[PAIR, PAIR | {"score": float("nan")}]),
-        "pairs.jsonl:2: 'score' must be a finite number, but it is 'nan'",
+        "pairs.jsonl:2: score: Input should be a finite number, got 'nan'; correct it",
     ),
     "infinite score": (
         "sts",
         dict(pairs=[PAIR | {"score": float("inf")}]),
-        "pairs.jsonl:1: 'score' must be a finite number, but it is 'inf'",
+        "pairs.jsonl:1: score: Input should be a finite number, got 'inf'; correct it",
     ),
-    "one row": ("sts", dict(pairs=[PAIR]), "pairs.jsonl:1: all scores are 4.5"),
+    "one row": ("sts", dict(pairs=[PAIR]), "R: all scores are 4.5"),
     "nothing to rank": (
         "reranking",
         dict(test=[{"query": "a", "positive": ["b"], "negative": []}]),
-        "test.jsonl:1: no query has a negative",
+        "R: no query has a negative",
     ),
     "title list": (
         "retrieval",
@@ -294,12 +308,12 @@ FAULTS = {
             queries=[{"_id": "q", "text": "a"}],
             qrels="q\td\ts\nq\td0\t1\n",
         ),
-        "corpus.jsonl:1: 'title' must be a text, but it is \"['a']\"",
+        "corpus.jsonl:1: title: Input should be a valid string, got \"['a']\"",
     ),
     "no field": (
         "pairclassification",
         dict(test=[{"sentence1": "a", "label": 1}]),
-        "test.jsonl:1: the row has no 'sentence2'",
+        "test.jsonl:1: sentence2: Field required",
     ),
     "one label": (
         "pairclassification",
@@ -320,14 +334,18 @@ FAULTS = {
     "no positive": (
         "reranking",
         dict(test=[{"query": "a", "positive": [], "negative": ["n"]}]),
-        "test.jsonl:1: the query has no positive",
+        "test.jsonl:1: positive: List should have at least 1 item",
     ),
     "not a list": (
         "reranking",
         dict(test=[{"query": "a", "positive": "p", "negative": ["n"]}]),
-        "'positive' must be a list of texts",
+        "test.jsonl:1: positive: Input should be a valid list, got 'p'",
     ),
-    "an array": ("sts", dict(pairs="[1, 2]\n"), "pairs.jsonl:1: the row has no 'sentence1'"),
+    "an array": (
+        "sts",
+        dict(pairs="[1, 2]\n"),
+        "pairs.jsonl:1: Input should be a valid dictionary",
+    ),
 }
 
 
@@ -380,7 +398,7 @@ def test_a_task_of_many_languages_must_say_which(tmp_path):
         task.eval_splits
     )
     (folder / "meta.json").write_text("{")
-    with pytest.raises(InputError, match="broken JSON"):
+    with pytest.raises(InputError, match="Invalid JSON"):
         local_tasks(tmp_path)
 
 

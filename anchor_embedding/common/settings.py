@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Natural', 'Counting', 'NotNegative', 'Positive', 'Share', 'BelowOne', 'Texts', 'Numbers', 'STRICT', 'NonEmpty',
-           'obeys', 'closest', 'check_known', 'refusal', 'check_setting', 'given', 'checked_by', 'settings_of',
-           'Checked']
+           'obeys', 'closest', 'check_known', 'refusal', 'first_fault', 'check_setting', 'given', 'checked_by',
+           'settings_of', 'Checked']
 
 # %% ../../nbs/common/20_settings.ipynb #ca339ca3
 import difflib
@@ -132,6 +132,13 @@ def refusal(
     words = dict.fromkeys(_must_be(each) for each in errors if each["loc"][0] == key)
     joined = " or ".join(words).replace("or one of auto", 'or "auto"')
     return InputError(f"`{prefix}{key}` = {values[key]!r}: must be {joined}")
+
+# %% ../../nbs/common/20_settings.ipynb #2d8a2fc9
+def first_fault(error: ValidationError) -> str:
+    "What pydantic found first: where, what, and the value, cut short."
+    first = error.errors()[0]
+    words = first["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, first["loc"]), words]) + f", got {str(first['input'])[:40]!r}"
 
 # %% ../../nbs/common/20_settings.ipynb #2c440648
 def check_setting(

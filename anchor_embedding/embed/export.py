@@ -18,6 +18,7 @@ from pathlib import Path
 from ..common.errors import InputError
 from ..common.files import atomic_folder
 from ..common.provenance import find_cards, installed_versions
+from ..common.scores import read_scores
 from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
 from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
@@ -347,23 +348,6 @@ def _stage(card: dict) -> str:
     return found + "\nIt does not depart from the paper's recipe.\n"
 
 # %% ../../nbs/embed/40_export.ipynb #43805933
-def _read_scores(scores: str | os.PathLike | dict) -> dict:
-    "Scores, from a file or as they are; raises `InputError` when they are none."
-    try:
-        found = (
-            scores
-            if isinstance(scores, dict)
-            else json.loads(Path(scores).read_text(encoding="utf-8"))
-        )
-        {task: float(result["main_score"]) for task, result in found["tasks"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{scores!s:.200} is no scores.json ({type(error).__name__}: {error}); "
-            "give the one that `anchor eval` wrote"
-        ) from error
-    return found
-
-
 def _check_scores(scores: dict, model) -> None:
     "Raises `InputError` for scores that say they are of other weights than this model's."
     told = (scores.get("about") or {}).get("revision")
@@ -586,7 +570,7 @@ def export_embedder(
     "Write a sentence-transformers model that gives our vectors by itself. Raises `InputError`."
     folder = _free_folder(folder)
     source = None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
-    scores = _read_scores(scores) if scores else None
+    scores = read_scores(scores) if scores else None
     if scores:
         _check_scores(scores, model if source is None else source)
     embedder = model if source is None else load_embedder(source, "stored", "cpu")

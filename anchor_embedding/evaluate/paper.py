@@ -25,6 +25,7 @@ import pandas as pd
 
 from ..common.errors import InputError
 from ..common.files import write_text
+from ..common.scores import read_queries, read_scores
 from ..common.show import CSS
 from .significance import Difference, compare_with
 
@@ -150,84 +151,12 @@ def _score_files(path) -> list[Path]:
     return sorted(last.values())
 
 # %% ../../nbs/evaluate/50_paper.ipynb #dc8da499
-def _json(path: Path):
-    "The content of a JSON file; InputError when it cannot be read."
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    except ValueError as e:
-        remedy = (
-            "remove the file (the scores are compared without it)"
-            if path.name == "queries.json"
-            else "evaluate the model again"
-        )
-        raise InputError(f"{path}: not JSON ({e}); {remedy}") from None
-
-
-def _read_scores(
+def _read_all(
     path,  # a scores.json
 ) -> dict:  # model, about, tasks, and queries where a queries.json lies beside it
-    """The scores of one model; InputError when the file is not such scores, or a score is not
-    between 0 and 1.
-    """
-    scores = _checked_scores(_json(Path(path)), path)
-    beside = Path(path).with_name("queries.json")
-    return scores | (
-        {"queries": _checked_queries(_json(beside), beside)} if beside.is_file() else {}
-    )
-
-
-def _checked_queries(queries, where) -> dict:
-    "The same figures of queries, if they are well formed."
-
-    def fits(task):
-        return (
-            isinstance(task, dict)
-            and "key" in task
-            and isinstance(task.get("scores"), dict)
-            and all(isinstance(score, int | float) for score in task["scores"].values())
-        )
-
-    wrong = (
-        "it"
-        if not isinstance(queries, dict)
-        else next((name for name, task in queries.items() if not fits(task)), None)
-    )
-    if wrong is not None:
-        raise InputError(
-            f"{where}: {wrong} has no figures of queries; remove the file (the scores "
-            "are compared without it)"
-        )
-    return queries
-
-# %% ../../nbs/evaluate/50_paper.ipynb #df4bfd0d
-def _checked_scores(scores, where) -> dict:
-    "The same scores, if they are well formed."
-    # a model whose tasks all failed is left out later
-    failed = isinstance(scores, dict) and bool(scores.get("errors"))
-    if (
-        not isinstance(scores, dict)
-        or not isinstance(scores.get("tasks"), dict)
-        or not (scores["tasks"] or failed)
-    ):
-        raise InputError(
-            f"{where}: not scores: `tasks` with at least one task is missing; "
-            "evaluate the model (`anchor eval`)"
-        )
-    if not all(isinstance(scores.get(key, {}), dict) for key in ("about", "errors")):
-        raise InputError(
-            f"{where}: not scores: `about` and `errors` must be objects; evaluate the model again"
-        )
-    for task, entry in scores["tasks"].items():
-        value = entry.get("main_score") if isinstance(entry, dict) else None
-        # a correlation may be negative; NaN fails too
-        if not isinstance(value, int | float) or not -1 <= value <= 1:
-            raise InputError(
-                f"{where}: {task}: main_score must be a number up to 1 (not percent), "
-                f"got {value!r}; evaluate the task again"
-            )
-    return scores
+    "The scores of one model. Raises `InputError`."
+    queries = read_queries(Path(path).parent)
+    return read_scores(path) | ({"queries": queries} if queries else {})
 
 # %% ../../nbs/evaluate/50_paper.ipynb #821b129c
 def _read_recipe(path) -> dict:
@@ -354,9 +283,9 @@ def gather_scores(
     named = []
     for one in several:
         named += (
-            [(_checked_scores(one, "scores"), None)]
+            [(read_scores(one), None)]
             if isinstance(one, Mapping)
-            else [(_read_scores(p), p) for p in _score_files(one)]
+            else [(_read_all(p), p) for p in _score_files(one)]
         )
     return _group(named)
 

@@ -32,8 +32,8 @@ from ..common.settings import closest
 from ..common.tiny import PROSE, tiny_model, tiny_tokenizer
 from ..data.examples import Example, fingerprint
 from ..embed.embedder import Embedder, read_tokenizer
-from ..evaluate.benchmark import table_markdown
 from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
+from ..evaluate.scores import table_markdown
 from anchor_embedding.evaluate.significance import (
     ALTERNATIVES,
     Difference,
