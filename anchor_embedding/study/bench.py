@@ -6,8 +6,8 @@
 __all__ = ['TINY', 'SMOLLM2', 'QUERY', 'DOCUMENT', 'MOST', 'MICRO_BATCH', 'PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS',
            'PACKAGES', 'shapes', 'random_model', 'shape_of', 'check_room', 'base_model', 'drawn_lengths', 'plain_words',
            'drawn_pairs', 'needed_flops', 'batch_flops', 'matmul_peak', 'status_bytes', 'give_back', 'memory_added',
-           'timed', 'tokens_of', 'Engine', 'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss',
-           'lowered', 'Textbook', 'sentence_transformer', 'same_adapters', 'CachedLoss', 'Request', 'Contest',
+           'timed', 'tokens_of', 'Engine', 'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss', 'Peer',
+           'Textbook', 'sentence_transformer', 'same_adapters', 'CachedLoss', 'Request', 'Contest',
            'has_sentence_transformers', 'stage', 'stage1', 'stage2', 'training_contest', 'textbook_encoder',
            'their_encoder', 'encode', 'Disagreement', 'difference', 'check_same', 'check_exact', 'take_turns',
            'summary', 'table', 'check_kind', 'find_device', 'conditions', 'busy_warning', 'contest_record', 'bench']
@@ -23,7 +23,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -379,31 +379,45 @@ def padded_decode_loss(
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
 
 # %% ../../nbs/study/70_bench.ipynb #67e32c73
-def lowered(device: torch.device, dtype: torch.dtype):
-    "Context in which float32 weights are multiplied in `dtype`."
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-
-# %% ../../nbs/study/70_bench.ipynb #e00ce33e
 MICRO_BATCH = {"cpu": 8, "cuda": 32}  # texts of a peer that are padded to their longest
 
 
-class Textbook:
+class Peer:
+    "A training step of others: matrix products in a lower dtype, AdamW with learning rate 0."
+
+    def __init__(self, recipe: Recipe, engine: Engine, model: torch.nn.Module):
+        self.recipe = recipe
+        self.dtype = engine.dtype
+        self.device = engine.device
+        self.micro_batch = MICRO_BATCH[engine.device.type]
+        self.model = model.to(engine.device).train()
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, 0.0, weight_decay=0.0, fused=True)
+
+    def lowered(self, exact: bool):
+        "Context in which float32 weights are multiplied in the dtype of the run."
+        lower = not exact and self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=lower)
+
+    def update(self) -> float:
+        "Move the weights; the norm of the gradients."
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.recipe.max_grad_norm).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+# %% ../../nbs/study/70_bench.ipynb #e00ce33e
+class Textbook(Peer):
     "Stage I by four padded passes."
 
     def __init__(self, recipe: Recipe, engine: Engine):
         from transformers import AutoModelForCausalLM
 
-        self.recipe = recipe
-        self.tokenizer = engine.tokenizer
-        self.dtype = engine.dtype
-        self.micro_batch = MICRO_BATCH[engine.device.type]
         model = AutoModelForCausalLM.from_pretrained(
             recipe.base, dtype=torch.float32, attn_implementation="sdpa"
         )
-        self.model = model.to(engine.device).train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), 0.0, weight_decay=0.0, fused=True
-        )
+        super().__init__(recipe, engine, model)
+        self.tokenizer = engine.tokenizer
 
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step."
@@ -412,18 +426,11 @@ class Textbook:
         counts = [sum(len(text.body) for text in side) for side in (batch.positives, batch.queries)]
         rows = range(len(batch))
         for start in rows[:: self.micro_batch]:
-            with lowered(self.model.device, torch.float32 if exact else self.dtype):
+            with self.lowered(exact):
                 loss = self.loss(batch.take(rows[start : start + self.micro_batch]), counts)
             loss.backward()
             total += loss.item()
         return {"loss": total, "gradient norm": self.update()}
-
-    def update(self) -> float:
-        "Move the weights; the norm of the gradients."
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm.item()
 
     def loss(self, part: TokenBatch, counts: Sequence[int]) -> torch.Tensor:
         "The part of a micro-batch in the loss of the whole batch (equation 5)."
@@ -482,7 +489,7 @@ def same_adapters(recipe: Recipe, model, decoder) -> None:
         raise RuntimeError(f"the adapters differ: {sorted(ours)[:4]}")
 
 # %% ../../nbs/study/70_bench.ipynb #00d451d6
-class CachedLoss:
+class CachedLoss(Peer):
     "Stage II by sentence-transformers' cached loss."
 
     def __init__(self, recipe: Recipe, engine: Engine):
@@ -490,19 +497,12 @@ class CachedLoss:
             CachedMultipleNegativesRankingLoss,
         )
 
-        self.recipe = recipe
-        self.dtype = engine.dtype
-        self.device = engine.device
-        self.model = sentence_transformer(recipe.base, engine.device, torch.float32)
-        same_adapters(recipe, self.model, engine.decoder)
-        self.model.train()
+        model = sentence_transformer(recipe.base, engine.device, torch.float32)
+        same_adapters(recipe, model, engine.decoder)
+        super().__init__(recipe, engine, model)
         self.loss = CachedMultipleNegativesRankingLoss(
-            self.model,
-            scale=1 / recipe.temperature,
-            mini_batch_size=MICRO_BATCH[engine.device.type],
+            model, scale=1 / recipe.temperature, mini_batch_size=self.micro_batch
         )
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, 0.0, weight_decay=0.0, fused=True)
 
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step. The second forward is in the backward pass, and must be in the same dtype."
@@ -516,13 +516,10 @@ class CachedLoss:
             }
             for column in columns
         ]
-        with lowered(self.device, torch.float32 if exact else self.dtype):
+        with self.lowered(exact):
             loss = self.loss(features, None)
             loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.recipe.max_grad_norm).item()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss.item(), "gradient norm": norm}
+        return {"loss": loss.item(), "gradient norm": self.update()}
 
 # %% ../../nbs/study/70_bench.ipynb #c5257364
 @dataclass(frozen=True)
@@ -593,11 +590,9 @@ def stage2(request: Request) -> Contest:
     recipe, engine, pairs = stage(request, "stage2")
     peers = {}
     if has_sentence_transformers():
-        settings = {
-            "loss": "CachedMultipleNegativesRankingLoss",
-            "mini_batch_size": MICRO_BATCH[request.device.type],
-        }
-        peers["sentence-transformers"] = (CachedLoss(recipe, engine).run, settings)
+        peer = CachedLoss(recipe, engine)
+        settings = {"loss": type(peer.loss).__name__, "mini_batch_size": peer.micro_batch}
+        peers["sentence-transformers"] = (peer.run, settings)
     return training_contest(request, engine, pairs, peers)
 
 
