@@ -2146,6 +2146,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_embedding/study/bench.py'),
                                               'anchor_embedding.study.bench.Request.compute': ( 'study/bench.html#request.compute',
                                                                                                 'anchor_embedding/study/bench.py'),
+                                              'anchor_embedding.study.bench.Request.count': ( 'study/bench.html#request.count',
+                                                                                              'anchor_embedding/study/bench.py'),
                                               'anchor_embedding.study.bench.Textbook': ( 'study/bench.html#textbook',
                                                                                          'anchor_embedding/study/bench.py'),
                                               'anchor_embedding.study.bench.Textbook.__init__': ( 'study/bench.html#textbook.__init__',

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.benchmark import Timer
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
@@ -339,10 +341,9 @@ def rectangle(
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n, L) int64 ids, (n, L) bool: no pad
     "Texts padded on the right to the longest."
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    real = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.zeros(real.shape, dtype=torch.int64)
-    ids[real] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
     return ids.to(device), real.to(device)
 
 
@@ -389,7 +390,7 @@ class Peer:
         self.recipe = recipe
         self.dtype = engine.dtype
         self.device = engine.device
-        self.micro_batch = MICRO_BATCH[engine.device.type]
+        self.micro_batch = MICRO_BATCH.get(engine.device.type, MICRO_BATCH["cpu"])
         self.model = model.to(engine.device).train()
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, 0.0, weight_decay=0.0, fused=True)
@@ -522,6 +523,12 @@ class CachedLoss(Peer):
         return {"loss": loss.item(), "gradient norm": self.update()}
 
 # %% ../../nbs/study/70_bench.ipynb #c5257364
+PAIRS = {
+    "cpu": {"stage1": 32, "stage2": 64, "encode": 64},
+    "cuda": {"stage1": 512, "stage2": 512, "encode": 8192},
+}
+
+
 @dataclass(frozen=True)
 class Request:
     "What a bench is asked for."
@@ -535,6 +542,10 @@ class Request:
     def compute(self) -> torch.dtype:
         "The dtype of matrix products. Raises `InputError` for an unknown one."
         return choose_dtype(self.dtype, self.device)[0]
+
+    def count(self, kind: str) -> int:
+        "Pairs of a batch, or texts: as asked, else by kind and device."
+        return self.pairs or PAIRS.get(self.device.type, PAIRS["cpu"])[kind]
 
 
 @dataclass(frozen=True)
@@ -555,15 +566,9 @@ def has_sentence_transformers() -> bool:
     return find_spec("sentence_transformers") is not None
 
 # %% ../../nbs/study/70_bench.ipynb #aba0fb55
-PAIRS = {
-    "cpu": {"stage1": 32, "stage2": 64, "encode": 64},
-    "cuda": {"stage1": 512, "stage2": 512, "encode": 8192},
-}
-
-
 def stage(request: Request, kind: str) -> tuple[Recipe, Engine, list[Example]]:
     "The shipped recipe of a stage on the base of a bench, its engine, and a batch of pairs."
-    count = request.pairs or PAIRS[request.device.type][kind]
+    count = request.count(kind)
     changes = {
         "base": request.base,
         "batch_size": count,
@@ -659,7 +664,7 @@ def encode(request: Request) -> Contest:
     embedder = load_embedder(
         request.base, str(request.compute).removeprefix("torch."), request.device
     )
-    count = request.pairs or PAIRS[request.device.type]["encode"]
+    count = request.count("encode")
     pairs = drawn_pairs(embedder.tokenizer.tokenizer, -(-count // 2))
     texts = [text for pair in pairs for text in (pair.query, pair.positive)][:count]
     random.Random(0).shuffle(texts)
@@ -747,10 +752,7 @@ def take_turns(
         results = {}
         names = list(contest.sides)
         for name in reversed(names) if number % 2 else names:
-
-            def run(side=contest.sides[name]):
-                return side(contest.work)
-
+            run = partial(contest.sides[name], contest.work)
             added = memory_added(run, contest.device)
             peak = matmul_peak(contest.device, contest.dtype)
             results[name], times = timed(run, contest.device)
