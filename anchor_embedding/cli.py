@@ -588,20 +588,9 @@ def bench(args: argparse.Namespace) -> None:
     from anchor_embedding.study.bench import bench as run_bench
     from anchor_embedding.study.bench import table
 
-    against = args.against.split(",") if args.against else None
-    asked = {
-        key: getattr(args, key) for key in ("device", "data", "rounds", "pairs", "dtype", "note")
-    }
-    record = run_bench(
-        args.kind,
-        args.shape,
-        against=against,
-        growth=args.growth or None,
-        json_file=args.json,
-        say=_say,
-        **asked,
-    )
-    print(table(record))
+    asked = {key: getattr(args, key) for key in ("device", "rounds", "pairs", "dtype")}
+    record = run_bench(args.kind, args.shape, json_file=args.json, say=_say, **asked)
+    print(table(record).to_string())
 
 # %% ../nbs/cli/10_cli.ipynb #f930e55e
 _RECIPE = {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"}
@@ -964,10 +953,8 @@ def _using_commands(commands) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #91f8309b
 def _bench_command(commands) -> None:
-    words = _command(commands, bench, "stage1 --against textbook")
-    words.add_argument(
-        "kind", metavar="KIND", help="stage1, stage2, encode, or all (then also how cost grows)"
-    )
+    words = _command(commands, bench, "stage1 --shape smollm2")
+    words.add_argument("kind", metavar="KIND", help="stage1, stage2, encode, or all")
     words.add_argument(
         "--shape",
         default="smollm2",
@@ -978,12 +965,6 @@ def _bench_command(commands) -> None:
         "--device", metavar="NAME", help="cpu or cuda (default: the accelerator if there is one)"
     )
     words.add_argument(
-        "--against",
-        metavar="PEERS",
-        help="textbook, released, sentence-transformers, with commas (default: all)",
-    )
-    words.add_argument("--data", metavar="SOURCE", help="real pairs in place of random words")
-    words.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="turns of every side (default: 3)"
     )
     words.add_argument(
@@ -993,11 +974,7 @@ def _bench_command(commands) -> None:
         help="pairs of a batch, texts for encode (default: by kind and device)",
     )
     words.add_argument("--dtype", **_DTYPE)
-    words.add_argument(
-        "--growth", action="store_true", help="also how cost grows, where KIND is not all"
-    )
     words.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
-    words.add_argument("--note", default="", metavar="TEXT", help="kept in the record")
 
 # %% ../nbs/cli/10_cli.ipynb #d84b02f6
 def _ceiling_command(commands) -> None:

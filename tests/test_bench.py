@@ -5,6 +5,7 @@ batch, wrong requests are one line.
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,34 +32,37 @@ def fastest(rows, side):
 @pytest.fixture(scope="module")
 def request_for():
     with bench.base_model("tiny", CPU) as base:
-        yield lambda pairs: bench.Request(
-            base, bench.shape_of(base), CPU, "float32", ("textbook", "released"), None, pairs, quiet
-        )
+        yield lambda pairs: bench.Request(base, CPU, "float32", pairs)
 
 
-@pytest.mark.parametrize(
-    "kind,peer,pairs,least",
-    [
-        ("stage1", "textbook", 32, 1.2),
-        ("stage1", "released", 32, 1.6),
-        ("encode", "textbook", 96, 1.4),
-    ],
-)
-def test_packed_is_faster_than_padded(request_for, kind, peer, pairs, least):
-    contest = bench.KINDS[kind](request_for(pairs))[kind]
+@pytest.mark.parametrize("kind,pairs,least", [("stage1", 32, 1.2), ("encode", 96, 1.4)])
+def test_packed_is_faster_than_padded(request_for, kind, pairs, least):
+    contest = bench.KINDS[kind](request_for(pairs))
     bench.check_exact(contest)
-    rows = bench.play(contest, rounds=4, say=quiet)
-    ratio = fastest(rows, peer) / fastest(rows, "ours")
-    assert ratio > least, f"{kind}: {peer} took only {ratio:.2f} times as long"
+    rows = bench.take_turns(contest, rounds=4, say=quiet)
+    ratio = fastest(rows, "textbook") / fastest(rows, "ours")
+    assert ratio > least, f"{kind}: textbook took only {ratio:.2f} times as long"
 
 
 def test_a_side_that_computes_something_else_is_noticed(request_for):
-    contest = bench.stage1(request_for(4))["stage1"]
-    peer = contest.sides[1].run.func.__self__
+    contest = bench.stage1(request_for(4))
+    peer = contest.sides["textbook"].__self__
     with torch.no_grad():
         peer.model.base_model.norm.weight.mul_(1.01)
     with pytest.raises(bench.Disagreement, match="textbook does not compute the same"):
         bench.check_exact(contest)
+
+
+@pytest.mark.parametrize("kind", ["stage1", "encode"])
+def test_bfloat16_is_compared_with_a_float32_padded_reference(request_for, kind):
+    contest = bench.KINDS[kind](replace(request_for(8), dtype="bfloat16"))
+    differences = bench.check_exact(contest)["textbook"]
+    exact = differences["exact"]
+    lower = differences["in dtype"]
+    assert exact.keys() == lower.keys()
+    assert all(0 < lower[key] for key in lower), "bfloat16 rounds, so nothing is quite equal"
+    if kind == "stage1":
+        assert exact["loss"] < lower["loss"] < 1e-2
 
 
 def test_a_step_leaves_the_weights_as_they_are(request_for):
@@ -72,25 +76,24 @@ def test_a_step_leaves_the_weights_as_they_are(request_for):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_memory_does_not_follow_the_batch():
-    rows = bench.growth_by_batch(CPU, (256,))
-    added = {(row["stage"], row["pairs"], row["whole"]): row["memory_added"] for row in rows}
+@pytest.mark.parametrize("kind", ["stage1", "stage2"])
+def test_memory_does_not_follow_the_batch(request_for, kind):
+    _, engine, _ = bench.stage(request_for(4), kind)
+    pairs = bench.drawn_pairs(engine.tokenizer.tokenizer, 256, (8, 0.5), (16, 0.5))
+    added = {}
+    for budget in (2048, 10**9):
+        engine.objective = replace(engine.objective, token_budget=budget)
+        engine.run(pairs[:4])
+        added[budget] = bench.memory_added(lambda: engine.run(pairs), CPU)
     if None in added.values():
         pytest.skip("this system does not let a process set its high-water mark back")
-    for stage in ("stage1", "stage2"):
-        assert added[stage, 256, False] < added[stage, 256, True] / 2, added
+    assert added[2048] < added[10**9] / 2, added
 
 
-def test_growth_is_told_by_length_and_data(request_for, monkeypatch):
-    monkeypatch.setattr(bench, "LENGTHS", (32, 512))
-    short, long = bench.growth_by_length(request_for(4), pairs=2, rounds=1)
-    assert short["length"] < long["length"] == 512 and short["tokens"] < long["tokens"]
-    rows = bench.growth_by_data((64, 640), rounds=1)
-    assert [row["rows"] for row in rows] == [64, 640] and rows[0]["bytes"] < rows[1]["bytes"]
+def test_a_model_that_does_not_fit_is_refused():
+    shape = replace(bench.known_shapes()["meta-llama/Llama-3.1-8B"], layers=10_000)
     with pytest.raises(InputError, match="bench a smaller one"):
-        bench.check_room(
-            bench.replace(bench.known_shapes()["meta-llama/Llama-3.1-8B"], layers=10_000), CPU
-        )
+        bench.check_room(shape, CPU)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +101,10 @@ def test_growth_is_told_by_length_and_data(request_for, monkeypatch):
     [
         ({"kind": "stage3"}, "unknown bench 'stage3'"),
         ({"shape": "gpt-2"}, "unknown shape 'gpt-2'"),
-        ({"against": ["vllm"]}, "unknown peer 'vllm'"),
-        ({"kind": "stage2", "against": ["textbook"]}, "textbook has no part in stage2"),
         ({"device": "gpu"}, "device 'gpu' is not there"),
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"rounds": 0}, "rounds = 0"),
-        ({"data": "no-such-folder"}, "no-such-folder"),
+        ({"pairs": 1}, "pairs = 1"),
     ],
 )
 def test_wrong_requests_are_one_sentence(wrong, message):
@@ -114,25 +115,19 @@ def test_wrong_requests_are_one_sentence(wrong, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_empty_data_folder_is_refused(tmp_path):
-    with pytest.raises(InputError):
-        bench.bench("stage1", "tiny", "cpu", data=str(tmp_path), say=quiet)
-    (tmp_path / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n')
-    with pytest.raises(InputError, match="1 pairs, but the bench takes 32"):
-        bench.bench("stage1", "tiny", "cpu", data=str(tmp_path), say=quiet)
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("bench_*.json")), ids=lambda path: path.stem)
 def test_records_say_what_they_are(path):
     record = json.loads(path.read_text(encoding="utf-8"))
     assert {"shape", "device", "threads", "dtype", "date", "commit", "versions"} <= record[
         "about"
     ].keys()
+    assert len(bench.table(record)) == sum(len(c["sides"]) for c in record["contests"].values())
     for contest in record["contests"].values():
-        for side, found in contest["sides"].items():
+        for side, figures in contest["sides"].items():
             rows = [row for row in contest["rounds"] if row["side"] == side]
             seconds = [row["seconds"] for row in rows]
-            assert found["fastest"] == min(seconds) and found["slowest"] == max(seconds)
-            assert found["tokens_per_second"] == pytest.approx(contest["tokens"] / found["seconds"])
+            assert figures["fastest"] == min(seconds) and figures["slowest"] == max(seconds)
+            speed = contest["tokens"] / figures["seconds"]
+            assert figures["tokens_per_second"] == pytest.approx(speed)
             shares = [contest["flops"] / row["seconds"] / row["matmul_peak"] for row in rows]
-            assert found["mfu"] == pytest.approx(statistics.median(shares))
+            assert figures["mfu"] == pytest.approx(statistics.median(shares))
