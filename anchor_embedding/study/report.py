@@ -132,19 +132,11 @@ def heldout_queries(
     """The number of held-out queries: of those that have ranks, else as the card has it; None where
     neither says.
     """
-    figures = next(
-        (
-            found
-            for name in report.get("ranks", {})
-            if (found := seed_figures(report, name)) is not None
-        ),
-        None,
-    )
-    return (
-        report.get("card", {}).get("counts", {}).get("heldout")
-        if figures is None
-        else figures.shape[1]
-    )
+    for name in report.get("ranks", {}):
+        figures = seed_figures(report, name)
+        if figures is not None:
+            return figures.shape[1]
+    return report.get("card", {}).get("counts", {}).get("heldout")
 
 # %% ../../nbs/study/20_report.ipynb #d0b28d8e
 def _last(report, key):
@@ -180,21 +172,24 @@ def against(
     }
 
 # %% ../../nbs/study/20_report.ipynb #15d9d6d3
+def _curve(report, arm):
+    "nDCG@10 of an arm by step; empty where it was not evaluated."
+    rows = report["arms"].get(arm) or []
+    return pd.Series({row["step"]: row["ndcg_at_10"] for row in rows}, dtype=float)
+
+
 def compare_arms(
     report: dict,  # see `read_report`
     # step, anchor, baseline (nDCG@10), found (a `Difference`); None without both arms
 ) -> dict | None:
     "The anchor arm against the baseline at their last common step."
-    curves = {
-        arm: {row["step"]: row["ndcg_at_10"] for row in report["arms"].get(arm) or []}
-        for arm in ("anchor", "baseline")
-    }
-    common = set(curves["anchor"]) & set(curves["baseline"])
-    if not common:
+    curves = {arm: _curve(report, arm) for arm in ("anchor", "baseline")}
+    common = curves["anchor"].index.intersection(curves["baseline"].index)
+    if common.empty:
         return None
-    step = max(common)
-    values = curves["anchor"][step], curves["baseline"][step]
-    at_end = all(step == report["arms"][arm][-1]["step"] for arm in curves)
+    step = int(common.max())
+    values = [float(curve[step]) for curve in curves.values()]
+    at_end = all(step == curve.index[-1] for curve in curves.values())
     if at_end:
         found = against(report, ["anchor"], "baseline")["anchor"]
     else:
@@ -229,23 +224,17 @@ def headline(
 # %% ../../nbs/study/20_report.ipynb #20a73189
 def _early_stage(report):
     "The course of both arms."
-    anchor, baseline = (
-        {r["step"]: r["ndcg_at_10"] for r in report["arms"].get(a) or []}
-        for a in ("anchor", "baseline")
-    )
-    steps = sorted(s for s in set(anchor) & set(baseline) if s > 0)
-    if not steps:
+    curves = {arm: _curve(report, arm) for arm in ("anchor", "baseline")}
+    table = pd.DataFrame(curves).dropna().loc[lambda rows: rows.index > 0]
+    if table.empty:
         return []
-
-    def mean(curve):
-        return sum(curve[s] for s in steps) / len(steps)
-
-    widest = max(steps, key=lambda s: abs(anchor[s] - baseline[s]))
+    mean = table.mean()
+    widest = (table.anchor - table.baseline).abs().idxmax()
+    far = table.loc[widest]
     return [
-        f"Early stage: over the evaluations at steps {steps[0]} to {steps[-1]} nDCG@10 "
-        f"averages {mean(anchor):.3f} (anchor) "
-        f"and {mean(baseline):.3f} (baseline); they differ most at step {widest}: "
-        f"{anchor[widest]:.3f} against {baseline[widest]:.3f}."
+        f"Early stage: over the evaluations at steps {table.index[0]} to {table.index[-1]} nDCG@10 "
+        f"averages {mean.anchor:.3f} (anchor) and {mean.baseline:.3f} (baseline); they differ most "
+        f"at step {widest}: {far.anchor:.3f} against {far.baseline:.3f}."
     ]
 
 
@@ -270,15 +259,13 @@ def _references(report):
 # %% ../../nbs/study/20_report.ipynb #1ad5ae1e
 def _pretext_losses(report):
     "First and last loss of every stage that does not contrast."
-    named = {key: loss_names(stage_objective(report, key)) for key in pretext_rows(report)}
-    ends = {
-        key: (report["losses"][key][0]["loss"], report["losses"][key][-1]["loss"]) for key in named
-    }
-    return [
-        f"{key}: the {name} loss went from {ends[key][0]:.2f} to {ends[key][1]:.2f} nats per "
-        f"{unit}."
-        for key, (name, unit) in named.items()
-    ]
+    sentences = []
+    for key in pretext_rows(report):
+        name, unit = loss_names(stage_objective(report, key))
+        rows = report["losses"][key]
+        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f} nats per {unit}"
+        sentences.append(f"{key}: the {name} loss went {course}.")
+    return sentences
 
 
 def _anchor_use(report):
@@ -290,20 +277,16 @@ def _anchor_use(report):
         measured = [row for row in rows if anchor_gains(row)]
         last = measured[-1]
         gains = anchor_gains(measured[-1])
-        told = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
+        words = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
         lines.append(
-            f"The anchor gain{which} at step {last['step']} is {told} nats per token: "
+            f"The anchor gain{which} at step {last['step']} is {words} nats per token: "
             f"{_in_proportion(last, gains)}."
         )
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
         if cosines:
-            course = (
-                "drew together"
-                if cosines[-1] > cosines[0] + 0.05
-                else "spread"
-                if cosines[-1] < cosines[0] - 0.05
-                else "stayed as they were"
-            )
+            course = "stayed as they were"
+            if abs(cosines[-1] - cosines[0]) > 0.05:
+                course = "drew together" if cosines[-1] > cosines[0] else "spread"
             lines.append(
                 f"The mean cosine between random texts{which} went from {cosines[0]:.2f} "
                 f"to {cosines[-1]:.2f}: the vectors {course}."
@@ -348,21 +331,13 @@ def scale(
 def _scale_sentence(report):
     "What the effect needs, and what this run had."
     size = scale(report)
-    return (
-        []
-        if size is None
-        else [
-            f"Scale: Stage I saw {size['pairs']:,} pairs here and {size['paper_pairs']:,} in the "
-            "paper"
-            + (
-                f", {1 / size['share']:,.0f} times as many; the paper's early lead was measured at "
-                "that "
-                "scale."
-                if size["share"] < 0.1
-                else "."
-            )
-        ]
-    )
+    if size is None:
+        return []
+    pairs = f"Stage I saw {size['pairs']:,} pairs here and {size['paper_pairs']:,} in the paper"
+    if size["share"] >= 0.1:
+        return [f"Scale: {pairs}."]
+    times = f"{1 / size['share']:,.0f} times as many"
+    return [f"Scale: {pairs}, {times}; the paper's early lead was measured at that scale."]
 
 
 def findings(
