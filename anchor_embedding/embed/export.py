@@ -123,8 +123,8 @@ def check_tokenizer(
         f"a{token} {token}" for token in [str(t) for t in tokens.added_tokens_decoder.values()][:50]
     )
     texts = [*_PROBES, special, "The anchor holds. " * text_tokenizer.max_length]
-    found = AutoTokenizer.from_pretrained(folder)(texts, truncation=True)["input_ids"]
-    for text, expected, ids in zip(texts, text_tokenizer(texts), found, strict=True):
+    read = AutoTokenizer.from_pretrained(folder)(texts, truncation=True)["input_ids"]
+    for text, expected, ids in zip(texts, text_tokenizer(texts), read, strict=True):
         if expected.ids != ids:
             raise InputError(
                 f"{type(tokens).__name__} cannot be exported: saved with template "
@@ -143,8 +143,8 @@ def prompts(
 ) -> dict[str, str]:
     "Prompt name → what goes in front of a text."
     return {
-        name: format_instruction(told, "", prompt)
-        for name, told in {**instructions, "document": ""}.items()
+        name: format_instruction(instruction, "", prompt)
+        for name, instruction in {**instructions, "document": ""}.items()
     }
 
 # %% ../../nbs/embed/40_export.ipynb #8c3da28b
@@ -263,20 +263,20 @@ def find_base(
     folder = Path(origin)
     name = _hub_name(origin)
     if (folder / "provenance.json").is_file():
-        about = json.loads((folder / "provenance.json").read_text())
-        found = {
-            "name": _hub_name(about["name"]),
-            "license": about.get("licence", "").lower(),
-            "source": about.get("source"),
+        made = json.loads((folder / "provenance.json").read_text())
+        known = {
+            "name": _hub_name(made["name"]),
+            "license": made.get("licence", "").lower(),
+            "source": made.get("source"),
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in known.items() if value}
     cached = try_to_load_from_cache(name, "README.md") if name else None
     license = None
     readme = Path(cached) if isinstance(cached, str) else folder / "README.md"
     if origin and readme.is_file() and readme.read_text(encoding="utf-8").startswith("---"):
         license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
-    found = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
-    return {key: value for key, value in found.items() if value}
+    known = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
+    return {key: value for key, value in known.items() if value}
 
 # %% ../../nbs/embed/40_export.ipynb #e04a8703
 def _without_paths(value):
@@ -595,8 +595,8 @@ def model_card(
 # %% ../../nbs/embed/40_export.ipynb #10d371e3
 def _settled(instructions: Mapping[str, str] | None, embedder: Embedder) -> dict[str, str]:
     "Instructions by prompt name, with one for queries."
-    told = "" if embedder.instructions == "none" else QUERY_INSTRUCTION
-    return {"query": told, **(instructions or {})}
+    query = "" if embedder.instructions == "none" else QUERY_INSTRUCTION
+    return {"query": query, **(instructions or {})}
 
 
 def _free_folder(folder: str | os.PathLike) -> Path:
@@ -615,11 +615,11 @@ def _write_tokenizers(text_tokenizer: TextTokenizer, padding_side: str, folder: 
     one without.
     """
     template_tokenizer(text_tokenizer, padding_side).save_pretrained(folder)
-    told = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    classes = {"tokenizer_class": "PreTrainedTokenizerFast"}
     # an adapter: where AutoProcessor looks last, and fails for a model on the hub
     if not (folder / "config.json").exists():
-        told["processor_class"] = "PreTrainedTokenizerFast"
-    _edit_json(folder / "tokenizer_config.json", lambda values: values | told)
+        classes["processor_class"] = "PreTrainedTokenizerFast"
+    _edit_json(folder / "tokenizer_config.json", lambda values: values | classes)
     check_tokenizer(text_tokenizer, folder)
     text_tokenizer.tokenizer.save_pretrained(folder / BARE_TOKENIZER)
 

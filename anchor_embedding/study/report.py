@@ -180,7 +180,7 @@ def _curve(report, arm):
 
 def compare_arms(
     report: dict,  # see `read_report`
-    # step, anchor, baseline (nDCG@10), found (a `Difference`); None without both arms
+    # step, anchor, baseline (nDCG@10), difference (a `Difference`); None without both arms
 ) -> dict | None:
     "The anchor arm against the baseline at their last common step."
     curves = {arm: _curve(report, arm) for arm in ("anchor", "baseline")}
@@ -191,10 +191,10 @@ def compare_arms(
     values = [float(curve[step]) for curve in curves.values()]
     at_end = all(step == curve.index[-1] for curve in curves.values())
     if at_end:
-        found = against(report, ["anchor"], "baseline")["anchor"]
+        difference = against(report, ["anchor"], "baseline")["anchor"]
     else:
-        found = compare_means(*values, heldout_queries(report), len(report.get("seeds", [0])))
-    return {"step": step, "anchor": values[0], "baseline": values[1], "found": found}
+        difference = compare_means(*values, heldout_queries(report), len(report.get("seeds", [0])))
+    return {"step": step, "anchor": values[0], "baseline": values[1], "difference": difference}
 
 # %% ../../nbs/study/20_report.ipynb #ca20e83a
 def headline(
@@ -206,19 +206,16 @@ def headline(
         last = {arm: curve[-1]["ndcg_at_10"] for arm, curve in report["arms"].items() if curve}
         if not last:
             return "No arm was evaluated: `evaluation.every` is 0."
-        return (
-            "nDCG@10 at the last evaluation: "
-            + ", ".join(f"{arm} {value:.3f}" for arm, value in last.items())
-            + "."
-        )
-    found = result["found"]
+        values = ", ".join(f"{arm} {value:.3f}" for arm, value in last.items())
+        return f"nDCG@10 at the last evaluation: {values}."
+    difference = result["difference"]
     mean = "the mean " if len(report.get("seeds", [0])) > 1 else ""
-    verdict = found.words("the arm with Stage I")
+    verdict = difference.words("the arm with Stage I")
     return (
         f"{verdict[0].upper()}{verdict[1:]}: {mean}nDCG@10 after {result['step']} steps of "
         f"Stage II is {result['anchor']:.3f} with Stage I "
-        f"before it and {result['baseline']:.3f} without ({found.difference:+.3f}; "
-        f"{found.sure()})."
+        f"before it and {result['baseline']:.3f} without ({difference.difference:+.3f}; "
+        f"{difference.sure()})."
     )
 
 # %% ../../nbs/study/20_report.ipynb #20a73189
@@ -238,22 +235,27 @@ def _early_stage(report):
     ]
 
 
+def _beside(differences):
+    "Arms against one reference, in words; one remark for all where there is no verdict on any."
+    if differences and all(one.p is None for one in differences.values()):
+        least_sure = max(differences.values(), key=lambda one: one.detectable or 0)
+        parts = [f"{arm} {one.difference:+.3f}" for arm, one in differences.items()]
+        return f"{', '.join(parts)}, without a verdict: {least_sure.sure()}"
+    return "; ".join(
+        f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})"
+        for arm, one in differences.items()
+    )
+
+
 def _references(report):
     "The arms beside BM25 and the untouched model."
     lines = []
     arms = [arm for arm, curve in report["arms"].items() if curve]
     for key, name in (("bm25", "BM25, which needs no training,"), ("base", "The untouched model")):
         if report.get(key):
-            found = against(report, arms, key)
-            parts = "; ".join(
-                f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})"
-                for arm, one in found.items()
-            )
-            if found and all(one.p is None for one in found.values()):
-                least_sure = max(found.values(), key=lambda one: one.detectable or 0)
-                parts = f"{', '.join(f'{arm} {one.difference:+.3f}' for arm, one in found.items())}, without a verdict: {least_sure.sure()}"
-            beside = f"; against it {parts}" if parts else ""  # no arm was evaluated
-            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}{beside}.")
+            beside = _beside(against(report, arms, key))
+            against_it = f"; against it {beside}" if beside else ""  # no arm was evaluated
+            lines.append(f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}{against_it}.")
     return lines
 
 # %% ../../nbs/study/20_report.ipynb #1ad5ae1e
