@@ -7,7 +7,6 @@ __all__ = ['generate', 'top_tokens', 'Reading', 'Readings', 'read_vectors', 'rea
            'reading_report']
 
 # %% ../../nbs/embed/30_reading.ipynb #3e28967c
-import html
 import math
 import os
 import platform
@@ -17,9 +16,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from markupsafe import Markup
 
 from ..common.errors import InputError
 from ..common.provenance import installed_versions
+from ..common.show import facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
@@ -229,21 +230,22 @@ class Readings(list):
     "A list of `Reading`s."
 
     def __str__(self) -> str:
-        rows = (
-            f"{name:<13}" + text.replace("\n", "\n" + " " * 13)
-            for one in self
-            for name, text in one.rows()
-        )
-        return "\n".join("\n" + row if row.startswith("text ") else row for row in rows).strip()
+        def block(reading):
+            return "\n".join(
+                f"{name:<13}" + text.replace("\n", "\n" + " " * 13) for name, text in reading.rows()
+            )
+
+        return "\n\n".join(map(block, self))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def cells(name, text):
-            return f"<th>{html.escape(name)}</th><td style='text-align:left;white-space:pre-wrap'>{html.escape(text)}</td>"
-
-        parts = ("".join(f"<tr>{cells(*row)}</tr>" for row in one.rows()) for one in self)
-        return "<table>" + "".join(f"<tbody>{part}</tbody>" for part in parts) + "</table>"
+        as_written = Markup('<span style="white-space:pre-wrap">{}</span>')
+        tables = (
+            facts_html("", {name: as_written.format(text) for name, text in reading.rows()})
+            for reading in self
+        )
+        return "".join(tables)
 
 # %% ../../nbs/embed/30_reading.ipynb #37423bf0
 def _texts_from(
