@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'check_lora_targets',
-           'began_with', 'prepare', 'open_run', 'train', 'dry_run']
+           'began_with', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
+import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -30,6 +32,8 @@ from anchor_embedding.train.prepare import (
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
+from ..common.files import write_text
+from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example
@@ -39,8 +43,9 @@ from ..model.loading import choose_device, choose_dtype, free_memory
 
 # %% ../../nbs/train/45_stage.ipynb #5ec97fa8
 from ..common.settings import closest
-from ..model.ranks import leave_group_at_exit, shard
+from ..model.ranks import is_sharded, leave_group_at_exit, shard
 from .recipe import Recipe
+from .recipe_files import deviations
 from .runs import RunFolder, prune_checkpoints, read_card, resume_line
 
 # %% ../../nbs/train/45_stage.ipynb #66f4af7b
@@ -344,6 +349,57 @@ def open_run(
         raise
     return run
 
+# %% ../../nbs/train/45_stage.ipynb #a04c0fd2
+def course_of_rate(recipe: Recipe) -> str:
+    "How the learning rate goes, in words."
+    if recipe.steps <= recipe.warmup_steps:
+        return f"within the {recipe.warmup_steps} steps of the warm-up"
+    return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
+
+
+def write_card(run: Training) -> str:
+    """Write card.json; returns one line for the log. Raises `InputError` when the data are not
+    those the run began with.
+    """
+    recipe = run.recipe
+    path = run.folder.path / "card.json"
+    before = read_card(path) if run.first and path.exists() else {}
+    if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
+        raise InputError(
+            f"{recipe.data}: the pairs are not those this run began with (see "
+            f"{path}); bring them back or choose another --out"
+        )
+    start = {
+        "step": run.first,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "processes": run.world,
+        "commit": source_commit(),
+    }
+    packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
+    pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
+    card = {
+        "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
+        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": pool,
+        "deviations": deviations(recipe), "choices": recipe.objective.choices(),
+        "commit": start["commit"], "starts": [*before.get("starts", []), start],
+        "versions": installed_versions(*packages),
+    }  # fmt: skip
+    if run.main:
+        write_text(path, json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+    trackers = {
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in recipe.to_dict().items()
+    }
+    run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
+    total, trained = run.parameters.values()
+    pool = f"; {pool}" if pool != "none" else ""
+    pairs = counted(len(run.data.examples), "pair")
+    steps = counted(recipe.steps, "step")
+    return (
+        f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of "
+        f"{recipe.batch_size}{pool}; {course_of_rate(recipe)}"
+    )
+
 # %% ../../nbs/train/45_stage.ipynb #598b5f6e
 def train(
     recipe: Recipe,
@@ -363,7 +419,11 @@ def train(
     when it was told to stop.
     """
     run = open_run(recipe, out, examples, resume, say, heldout)
-    return run_loop(run, evaluate, progress, on_step)
+    try:
+        run.say(f"{recipe.name}: {write_card(run)}")
+        return run_loop(run, evaluate, progress, on_step)
+    finally:
+        run.close()
 
 # %% ../../nbs/train/45_stage.ipynb #0f817be1
 def dry_run(
