@@ -2753,6 +2753,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.TrainingData.batch': ( 'train/prepare.html#trainingdata.batch',
                                                                                                        'anchor_embedding/train/prepare.py'),
+                                                'anchor_embedding.train.prepare.TrainingData.held_out_batch': ( 'train/prepare.html#trainingdata.held_out_batch',
+                                                                                                                'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.TrainingData.lengths': ( 'train/prepare.html#trainingdata.lengths',
                                                                                                          'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.TrainingData.most_negatives': ( 'train/prepare.html#trainingdata.most_negatives',
