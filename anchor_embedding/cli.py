@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
 
         run_pipeline(recipe, out, say=_say)
     elif args.dry_run:
-        from anchor_embedding.train.loop import dry_run
+        from anchor_embedding.train.stage import dry_run
 
         print(json.dumps(dry_run(recipe, say=_say)))
     else:
@@ -130,7 +130,7 @@ def _evaluator(args, recipe):
 
 def _train_here(args, recipe, out: Path) -> Path:
     "In this process, which may be one of several that something else has started."
-    from anchor_embedding.train.loop import train
+    from anchor_embedding.train.stage import train
 
     return train(recipe, out, resume=args.resume, evaluate=_evaluator(args, recipe), say=_say)
 

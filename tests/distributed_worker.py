@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from anchor_embedding.data.examples import Example
 from anchor_embedding.model.ranks import end_process, whole_tensors
-from anchor_embedding.train.loop import Training, train
 from anchor_embedding.train.recipe import recipe_from_dict
+from anchor_embedding.train.stage import open_run, train
 
 STEPS = 4
 
@@ -23,7 +23,7 @@ def silent(text):
 
 def gradients_and_weights(recipe, out: Path, pairs):
     """Gradients of the first global batch, then weights and losses after a few steps, by rank."""
-    run = Training(recipe, out, pairs, say=silent)
+    run = open_run(recipe, out, pairs, say=silent)
     trained = {name: p for name, p in run.decoder.named_parameters() if p.requires_grad}
     run.objective.step(run.model, run.data.batch(0, run.rank, run.world), run.accelerator)
     gradients = whole_tensors({f"gradient {name}": p.grad for name, p in trained.items()})

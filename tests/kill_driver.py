@@ -17,7 +17,7 @@ import traceback
 from anchor_embedding.cli import main
 
 # what a run would import by itself, brought in before the processes of the tasks are forked off
-for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embedding.train.loop"):
+for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embedding.train.stage"):
     importlib.import_module(name)
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}

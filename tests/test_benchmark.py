@@ -707,8 +707,8 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
 def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     """Stage II on a few pairs with task scores during training, then a sweep over its checkpoints."""
     from anchor_embedding.data.examples import Example
-    from anchor_embedding.train.loop import train
     from anchor_embedding.train.recipe_files import load_recipe
+    from anchor_embedding.train.stage import train
 
     pairs = [
         Example(" ".join(WORDS[i : i + 3]), " ".join(WORDS[i : i + 8]), dataset="fever")

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model
 from anchor_embedding.data.examples import Example
-from anchor_embedding.train.loop import dry_run, train
 from anchor_embedding.train.prepare import make_data, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.stage import dry_run, train
 
 SETTINGS = dict(
     name="control",

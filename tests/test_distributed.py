@@ -316,7 +316,7 @@ def test_lower_precision_noise_and_recomputation(folder):
 CHOICE = """
 import os, sys
 from unittest import mock
-from anchor_embedding.train import loop as training, prepare
+from anchor_embedding.train import stage as training, prepare
 from anchor_embedding.data.examples import Example
 from anchor_embedding.model.ranks import end_process
 from anchor_embedding.train.recipe import from_toml
@@ -324,7 +324,7 @@ from anchor_embedding.train.recipe import from_toml
 rank = int(os.environ["RANK"])
 pairs = [Example(f"query {i}", f"document {i} of them", (), "pairs") for i in range(16)]
 with mock.patch.object(prepare, "free_memory", lambda device: (8e9, 1e6)[rank]):
-    run = training.Training(from_toml(open(sys.argv[1]).read()), sys.argv[2], pairs, say=lambda text: None)
+    run = training.open_run(from_toml(open(sys.argv[1]).read()), sys.argv[2], pairs, say=lambda text: None)
 open(f"{sys.argv[2]}/chosen{rank}", "w").write(f"{run.objective.token_budget} {run.card['activation_checkpointing']}")
 end_process(0)
 """

@@ -33,8 +33,8 @@ from anchor_embedding.embed.export import (
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.text import TextTokenizer
-from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe_files import load_recipe
+from anchor_embedding.train.stage import train
 
 MODELS = {
     "llama3": "llama",

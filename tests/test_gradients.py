@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from anchor_embedding.cli import main
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
-from anchor_embedding.train import loop as training
-from anchor_embedding.train.loop import Training, compare_gradients, dry_run, train
+from anchor_embedding.train import stage as training
 from anchor_embedding.train.prepare import make_data, prepare_embedder
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.runs import read_log
+from anchor_embedding.train.stage import compare_gradients, dry_run, open_run, train
 
 WORDS = PROSE.split()
 PAIRS = [
@@ -189,7 +189,7 @@ def test_a_run_is_the_same_with_and_without(bases, tmp_path, settings):
 
 
 def test_the_comparison_leaves_nothing_behind(bases, tmp_path):
-    run = Training(recipe_of(bases, **LORA), tmp_path / "run", PAIRS, say=quiet)
+    run = open_run(recipe_of(bases, **LORA), tmp_path / "run", PAIRS, say=quiet)
     torch.manual_seed(7)
     before = state_of(run)
     assert "cosine" in compare_gradients(run.recipe, run.embedder, run.data.batch(0))
@@ -204,7 +204,7 @@ from unittest import mock
 import torch
 sys.path.insert(0, {tests!r})
 from test_gradients import PAIRS, SHARED, quiet
-from anchor_embedding.train import loop as training
+from anchor_embedding.train import stage as training
 from anchor_embedding.model.ranks import end_process
 from anchor_embedding.train.recipe import Recipe
 torch.set_num_threads(1)

@@ -138,7 +138,7 @@ from anchor_embedding.common.show import LossCurve
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.runs import read_log
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
-from anchor_embedding.train.loop import train
+from anchor_embedding.train.stage import train
 folder, words = Path(tempfile.mkdtemp()), PROSE.split()
 tiny_model("llama").save_pretrained(folder / "base")
 tiny_tokenizer("smollm2").save_pretrained(folder / "base")

@@ -19,8 +19,8 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.train import launch as launching
 from anchor_embedding.train.launch import WorkerError, launch
-from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.stage import train
 
 WORDS = PROSE.split()
 # python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every

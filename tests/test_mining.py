@@ -19,8 +19,8 @@ from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.embed.mining import MiningSettings, mine_negatives
 from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
-from anchor_embedding.train.loop import train
 from anchor_embedding.train.recipe_files import load_recipe
+from anchor_embedding.train.stage import train
 
 QUIET = {"progress": False, "say": lambda text: None}
 

@@ -17,8 +17,8 @@ from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.loading import merge_lora
 from anchor_embedding.model.soft_tokens import SoftTokens
-from anchor_embedding.train.loop import dry_run, train
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.stage import dry_run, train
 
 EXAMPLES = [
     Example(query, positive, tuple(negatives), "pairs") for query, positive, negatives in PAIRS

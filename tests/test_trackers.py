@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data.examples import Example
-from anchor_embedding.train import loop as training
+from anchor_embedding.train import stage as training
 from anchor_embedding.train.recipe import Recipe
 
 WORDS = PROSE.split()

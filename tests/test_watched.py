@@ -8,9 +8,9 @@ from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.objectives.reconstruction import anchor_gain
-from anchor_embedding.train.loop import WATCHED, Training, train
 from anchor_embedding.train.prepare import make_data, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.stage import WATCHED, open_run, train
 
 
 def quiet(text):
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_keeps_its_ceiling(base, examples, tmp_path):
     before = lines_and_card(tmp_path / "run")[1]["yardstick"]
     for name in ("final", "step-000003"):
         (tmp_path / "run" / name).rename(tmp_path / name)
-    run = Training(stage, tmp_path / "run", examples, resume=True, say=quiet)
+    run = open_run(stage, tmp_path / "run", examples, resume=True, say=quiet)
     run.close()
     assert run.first == 2 and run.card["yardstick"] == before and before
 

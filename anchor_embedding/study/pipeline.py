@@ -39,10 +39,10 @@ from anchor_embedding.study.report import (
     read_metrics,
     results_table,
 )
-from ..train.loop import train
 from ..train.prepare import prepare_tokenizer
 from ..train.recipe import Pipeline
 from ..train.recipe_files import load_recipe
+from ..train.stage import train
 
 # %% ../../nbs/study/50_pipeline.ipynb #8a61c0d2
 def same_text(text: str) -> str:

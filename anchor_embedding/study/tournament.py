@@ -54,12 +54,12 @@ from anchor_embedding.study.pipeline import (
 )
 from .report import read_metrics, results_table, seed_figures
 from .steps import time_steps
-from ..train.loop import train
 from ..train.plan import find_shape, measured_lengths, plan
 from ..train.prepare import instructions_record
 from ..train.recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, override
 from ..train.recipe_files import load_recipe
 from ..train.runs import read_log
+from ..train.stage import train
 
 # %% ../../nbs/study/60_tournament.ipynb #d931d4de
 def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → pipeline of one arm

@@ -141,6 +141,10 @@ class TrainingData:
         )
         return TokenBatch(own.queries, other.positives, other.negatives)
 
+    def held_out_batch(self, examples: Sequence[Example]) -> TokenBatch:
+        "Pairs that are watched, not trained on: without hard negatives."
+        return tokenize_batch(examples, self.tokenizer, self.instructions, hard_negatives=0)
+
     def unseen(self, steps: int, number: int) -> list[int]:
         """At most `number` rows that no batch of so many steps holds, at random but always the
         same, dataset after dataset.
