@@ -217,9 +217,9 @@ class Pool:
         "The same for documents that are the query itself."
         keys = self.queries[0][start:stop]
         documents = self.documents[0]
-        found = np.minimum(np.searchsorted(documents, keys), len(documents) - 1)
-        rows = np.flatnonzero(documents[found] == keys)
-        return rows, found[rows]
+        places = np.minimum(np.searchsorted(documents, keys), len(documents) - 1)
+        rows = np.flatnonzero(documents[places] == keys)
+        return rows, places[rows]
 
 
 def _document(example: Example, slot: int) -> str:
@@ -322,18 +322,18 @@ class Bm25Scores:
 
         corpus = [words for texts in parts for words in _words(texts)]
         self.size = len(corpus)
-        self.found = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
-        if self.found:
-            self.found.index(corpus, show_progress=False)
+        self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
+        if self.bm25:
+            self.bm25.index(corpus, show_progress=False)
         yield
-        del self.found
+        del self.bm25
 
     def blocks(self, queries: list[str]) -> Iterator[tuple[int, torch.Tensor]]:
         "(0, (b, n) scores) for b queries and all n documents."
         scores = np.zeros((len(queries), self.size), np.float32)
         for row, words in zip(scores, _words(queries), strict=True):
-            if words and self.found:
-                row[:] = self.found.get_scores(words)
+            if words and self.bm25:
+                row[:] = self.bm25.get_scores(words)
         yield 0, torch.from_numpy(scores)
 
 
@@ -367,9 +367,9 @@ def find_candidates(
                 values = scores[at].cpu().numpy()
                 np.minimum.at(positive, rows[inside], values)
             scores[at] = -torch.inf
-        found, columns = scores.topk(min(k, scores.shape[1]))
+        block_best, columns = scores.topk(min(k, scores.shape[1]))
         ids = columns if ids is None else torch.cat([ids, columns + first], dim=1)
-        best, order = torch.cat([best, found], dim=1).topk(min(k, ids.shape[1]))
+        best, order = torch.cat([best, block_best], dim=1).topk(min(k, ids.shape[1]))
         ids = ids.gather(1, order)
     best = best.cpu().numpy()
     ids = ids.cpu().numpy()
@@ -501,7 +501,7 @@ def load_scorer(
     if model == "bm25":
         return lambda query, document: Bm25Scores(), {"model": "bm25", "revision": None}
     loaded = load_model(model, dtype)
-    about = {
+    scorer_facts = {
         "model": model_name(model),
         "revision": model_revision(
             model if isinstance(model, Embedder) else resolve_base(str(model)).path
@@ -510,12 +510,12 @@ def load_scorer(
     if isinstance(loaded, Embedder):
         replicas = replicate(loaded)
 
-        def encode(told):
-            return lambda texts: encode_on(replicas, texts, told)
+        def encode(instruction):
+            return lambda texts: encode_on(replicas, texts, instruction)
 
         return lambda query, document: CosineScores(
             encode(query), encode(document), loaded.decoder.device
-        ), about
+        ), scorer_facts
 
     def scorer(query, document):
         if query or document:
@@ -530,7 +530,7 @@ def load_scorer(
         )
         return CosineScores(*sides, loaded.model.device)
 
-    return scorer, about
+    return scorer, scorer_facts
 
 # %% ../../nbs/embed/50_mining.ipynb #07bd0b15
 def _check_out(source: str | os.PathLike, out: Path, corpus: str | os.PathLike | None) -> Path:
@@ -574,9 +574,9 @@ def _write_rows(
 ) -> None:
     "Write the rows of a dataset with their negatives."
     for start in range(0, len(rows), 256):
-        found = negatives[pool.query_of_row[start : start + 256]]
-        texts = iter(pool.document_texts(found[found >= 0]))
-        for example, ids in zip(store.take(rows[start : start + 256]), found, strict=True):
+        chosen = negatives[pool.query_of_row[start : start + 256]]
+        texts = iter(pool.document_texts(chosen[chosen >= 0]))
+        for example, ids in zip(store.take(rows[start : start + 256]), chosen, strict=True):
             example = replace(example, negatives=tuple(next(texts) for _ in ids[ids >= 0]))
             digest.update(fingerprint_line(example))
             file.write(
@@ -611,21 +611,21 @@ def mine_negatives(
         )
     store = open_examples(source, on_bad_row, progress, say)
     instructions = instructions or Instructions.none()
-    if untold := sorted(
+    if without_instruction := sorted(
         name
         for name in store.rows
         if instructions.table and not any(instructions.for_example(name, 0))
     ):
         say(
-            f"note: no instruction for {', '.join(untold)} in instructions = "
+            f"note: no instruction for {', '.join(without_instruction)} in instructions = "
             f"{instructions.source!r}"
         )
-    scorer_for, about = load_scorer(model, dtype)
+    scorer_for, scorer_facts = load_scorer(model, dtype)
     card = {
         "version": __version__,
         "source": str(source),
         "source_fingerprint": store.fingerprint,
-    } | about
+    } | scorer_facts
     card |= {
         "instructions": instructions.source,
         "settings": asdict(settings),

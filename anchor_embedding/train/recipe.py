@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Pooling', 'LORA', 'AUTOMATIC', 'GROUPS', 'SubjectSettings', 'TextSettings', 'OptimisationSettings', 'TuningSettings',
-           'RunSettings', 'owners', 'Saved', 'Recipe', 'replace_settings', 'show_text', 'show_html', 'toml_value',
-           'toml_table', 'recipe_toml', 'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'pipeline_dict',
-           'pipeline_toml', 'takes', 'kinds_of', 'kind_of', 'extended', 'recipe_from_dict', 'pipeline_from_dict',
-           'from_toml', 'parse_value', 'parse_overrides', 'with_share', 'override']
+           'RunSettings', 'owners', 'Saved', 'Recipe', 'show_text', 'show_html', 'toml_value', 'toml_table',
+           'EvaluationPlan', 'Pipeline', 'checked_pipeline', 'takes', 'kinds_of', 'kind_of', 'extended',
+           'recipe_from_dict', 'pipeline_from_dict', 'from_toml', 'parse_value', 'parse_overrides', 'with_share',
+           'override']
 
 # %% ../../nbs/train/10_recipe.ipynb #32cf39c8
 import html
@@ -193,25 +193,23 @@ GROUPS = {
 }
 
 # %% ../../nbs/train/10_recipe.ipynb #a6fc1ea5
-def _conflicts(recipe) -> Iterator[str]:
-    "What is wrong with settings that cannot stand together, in whole sentences."
-    end = recipe.schedule_steps
+def _check_together(recipe) -> None:
+    "Raise `InputError` for settings that are right one by one but contradict each other."
     steps = recipe.steps
-    warmup = recipe.warmup_steps
-    if 0 < end < steps:
-        yield (
-            f"`schedule_steps` = {end}: the learning rate would be 0 from there to `steps` = "
-            f"{steps}; "
-            "raise it, or give 0 for the same as `steps`"
+    schedule_end = recipe.schedule_steps or steps
+    if schedule_end < steps:
+        raise InputError(
+            f"`schedule_steps` = {schedule_end}: the learning rate would be 0 from there to "
+            f"`steps` = {steps}; raise it, or give 0 for the same as `steps`"
         )
-    if warmup >= (end or steps):
-        yield (
-            f"`warmup_steps` = {warmup}: the learning rate would never fall, because its "
-            f"schedule ends at step {end or steps}; "
-            "lower it, or give the `schedule_steps` of the longer run that this one is the "
-            "beginning of"
+    if recipe.warmup_steps >= schedule_end:
+        raise InputError(
+            f"`warmup_steps` = {recipe.warmup_steps}: the learning rate would never fall, "
+            f"because its schedule ends at step {schedule_end}; lower it, or give the "
+            "`schedule_steps` of the longer run that this one is the beginning of"
         )
-    yield from recipe.objective.conflicts(recipe)
+    for message in recipe.objective.conflicts(recipe):
+        raise InputError(message)
 
 
 def _with_adapters(settings: dict) -> dict:
@@ -281,8 +279,7 @@ class Recipe(
             raise refusal(error, settings) from None
         budget = {} if self.token_budget == "auto" else {"token_budget": self.token_budget}
         self.__dict__["objective"] = replace(self.objective, pooling=self.pooling, **budget)
-        for message in _conflicts(self):
-            raise InputError(message)
+        _check_together(self)
 
     def __getattr__(self, key):
         "A setting of the objective."
@@ -314,7 +311,16 @@ class Recipe(
         """The same recipe but for `changes`; with another objective or tuning, the settings of the
         old one go.
         """
-        return replace_settings(self, changes)
+        values = self.settings()
+        if "objective" in changes:
+            wanted = changes["objective"]
+            kind = type(wanted) if isinstance(wanted, Objective) else find_objective(wanted)
+            if kind is not type(self.objective) or isinstance(wanted, Objective):
+                for key in settings_of(type(self.objective)):
+                    values.pop(key)
+        if changes.get("tuning", self.tuning) != self.tuning:
+            values |= dict.fromkeys(LORA)
+        return Recipe(**{**values, **changes})
 
     def differences(
         self, other
@@ -325,14 +331,14 @@ class Recipe(
         usual = settings_of(type(self.objective)) | settings_of(type(other.objective))
         ours = self.settings()
         theirs = other.settings()
-        found = {}
+        different = {}
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if key in ("name", "description") or ours.get(key) == theirs.get(key):
                 continue
             both = key in ours and key in theirs
             if both or ours.get(key, theirs.get(key)) != usual[key]:
-                found[key] = (ours.get(key), theirs.get(key))
-        return found
+                different[key] = (ours.get(key), theirs.get(key))
+        return different
 
     def __repr__(self):
         return show_text(self)
@@ -344,7 +350,8 @@ class Recipe(
 
     def to_toml(self) -> str:
         "The text of a TOML file that `from_toml` turns into an equal recipe."
-        return recipe_toml(self)
+        groups = _grouped(self).values()
+        return "\n".join(toml_table(settings) for settings in groups)
 
 
 def _keys(recipe) -> dict[str, list[str]]:
@@ -353,22 +360,6 @@ def _keys(recipe) -> dict[str, list[str]]:
     objective = {"objective": list(settings_of(type(recipe.objective)))}
     run = {"run": keys.pop("run")}
     return keys | objective | run
-
-# %% ../../nbs/train/10_recipe.ipynb #e06705cd
-def replace_settings(recipe: Recipe, changes: Mapping) -> Recipe:
-    """`recipe` with `changes`; what belonged to a replaced objective or tuning is dropped unless it
-    is among them.
-    """
-    values = recipe.settings()
-    if "objective" in changes:
-        wanted = changes["objective"]
-        kind = type(wanted) if isinstance(wanted, Objective) else find_objective(wanted)
-        if kind is not type(recipe.objective) or isinstance(wanted, Objective):
-            for key in settings_of(type(recipe.objective)):
-                values.pop(key)
-    if changes.get("tuning", recipe.tuning) != recipe.tuning:
-        values |= dict.fromkeys(LORA)
-    return Recipe(**{**values, **changes})
 
 # %% ../../nbs/train/10_recipe.ipynb #29daf43a
 def _grouped(recipe):
@@ -381,7 +372,7 @@ def _grouped(recipe):
 
 
 def _displayed(recipe):
-    "The groups without what is off or stands in the title."
+    "The groups without what is off and without what the title shows."
     unused = {"name", "description"} | ({"prompt"} if recipe.instructions == "none" else set())
 
     def off(value):
@@ -448,11 +439,6 @@ def toml_table(values: Mapping) -> str:
     "Lines `key = value`."
     return "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
 
-# %% ../../nbs/train/10_recipe.ipynb #4787d364
-def recipe_toml(recipe: Recipe) -> str:
-    "The TOML of one stage, a blank line between the groups."
-    return "\n".join(toml_table(settings) for settings in _grouped(recipe).values())
-
 # %% ../../nbs/train/10_recipe.ipynb #ff554b4e
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan(Checked):
@@ -491,11 +477,41 @@ class Pipeline(Saved):
 
     def to_dict(self) -> dict:
         "Everything that is set, ready for JSON: `shared` holds what all stages have in common."
-        return pipeline_dict(self)
+
+        def kept(k, v):
+            return k not in ("name", "eval_every") and (k, v) != ("description", "")
+
+        stages = {
+            n: {k: v for k, v in s.to_dict().items() if kept(k, v)} for n, s in self.stages.items()
+        }
+        first = next(iter(stages.values()))
+        shared = {
+            k: v for k, v in first.items() if all(k in s and s[k] == v for s in stages.values())
+        }
+        return {
+            "name": self.name,
+            "description": self.description,
+            "shared": shared,
+            "stages": {
+                n: {k: v for k, v in s.items() if k not in shared} for n, s in stages.items()
+            },
+            "arms": {n: list(s) for n, s in self.arms.items()},
+            "evaluation": {"pairs": self.evaluation.pairs, "every": self.evaluation.every},
+        }
 
     def to_toml(self) -> str:
         "The text of a TOML file that `from_toml` turns into an equal pipeline."
-        return pipeline_toml(self)
+        doc = self.to_dict()
+        tables = {
+            "shared": doc["shared"],
+            **{f"stages.{n}": s for n, s in doc["stages"].items()},
+            "arms": doc["arms"],
+            "evaluation": doc["evaluation"],
+        }
+        head = toml_table({"name": doc["name"], "description": doc["description"]})
+        return head + "".join(
+            f"\n[{name}]\n{toml_table(values)}" for name, values in tables.items()
+        )
 
     def __repr__(self):
         return "\n".join([_arms_text(self), *map(show_text, self.stages.values())])
@@ -555,40 +571,6 @@ def checked_pipeline(pipeline: Pipeline) -> dict:  # "stages" and "arms" as the 
         },
     }
 
-# %% ../../nbs/train/10_recipe.ipynb #6f2baf57
-def pipeline_dict(pipeline: Pipeline) -> dict:
-    "name, description, shared, stages, arms, evaluation."
-
-    def kept(k, v):
-        return k not in ("name", "eval_every") and (k, v) != ("description", "")
-
-    stages = {
-        n: {k: v for k, v in s.to_dict().items() if kept(k, v)} for n, s in pipeline.stages.items()
-    }
-    first = next(iter(stages.values()))
-    shared = {k: v for k, v in first.items() if all(k in s and s[k] == v for s in stages.values())}
-    return {
-        "name": pipeline.name,
-        "description": pipeline.description,
-        "shared": shared,
-        "stages": {n: {k: v for k, v in s.items() if k not in shared} for n, s in stages.items()},
-        "arms": {n: list(s) for n, s in pipeline.arms.items()},
-        "evaluation": {"pairs": pipeline.evaluation.pairs, "every": pipeline.evaluation.every},
-    }
-
-
-def pipeline_toml(pipeline: Pipeline) -> str:
-    "The TOML of a pipeline: [shared], [stages.…], [arms], [evaluation]."
-    doc = pipeline_dict(pipeline)
-    tables = {
-        "shared": doc["shared"],
-        **{f"stages.{n}": s for n, s in doc["stages"].items()},
-        "arms": doc["arms"],
-        "evaluation": doc["evaluation"],
-    }
-    head = toml_table({"name": doc["name"], "description": doc["description"]})
-    return head + "".join(f"\n[{name}]\n{toml_table(values)}" for name, values in tables.items())
-
 # %% ../../nbs/train/10_recipe.ipynb #7f4274f3
 def takes(
     key: str,  # a setting
@@ -645,7 +627,7 @@ def extended(
         raise InputError(
             f"`extends` = {values['extends']!r} is a pipeline: name a recipe of one stage"
         )
-    inherited = replace_settings(parent, own).to_dict()
+    inherited = parent.replace(**own).to_dict()
     return {
         key: value
         for key, value in inherited.items()
@@ -835,7 +817,7 @@ def _belongs(key):
 
 
 def _changes(pipeline, overrides):
-    "stage → its changes, after every key has found its stages."
+    "stage → its changes; `InputError` for a key that no stage has."
     changes = {name: {} for name in pipeline.stages}
     for key in sorted(overrides, key=_belongs):  # what others belong to first
         stage, _, name = key.rpartition(".")

@@ -44,9 +44,10 @@ def _files(folder, prefix=""):
 
 def shipped_recipes() -> dict[str, str]:  # name → one-line description
     "The recipes that come with the package; the general ones first, then those of every model."
-    found = _files(files("anchor_embedding") / "recipes")
+    shipped = _files(files("anchor_embedding") / "recipes")
     return {
-        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"] for name, file in found
+        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
+        for name, file in shipped
     }
 
 
@@ -176,5 +177,5 @@ def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the
         return {}
     apart = {"base", "data", *RunSettings.model_fields}
     differences = recipe.differences(load_recipe(recipe.objective.paper))
-    found = {key: pair for key, pair in differences.items() if key not in apart}
-    return found | recipe.objective.departures(recipe)
+    departures = {key: pair for key, pair in differences.items() if key not in apart}
+    return departures | recipe.objective.departures(recipe)
