@@ -14,8 +14,8 @@ from anchor_embedding.cli import main
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.objectives.reconstruction import Reconstruction
-from anchor_embedding.train.stage import train
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.stage import train
 
 
 def quiet(text):
