@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from anchor_embedding.common.errors import InputError
+from anchor_embedding.model.shape import known_configs, shape_from_config
 from anchor_embedding.study import bench
 
 RESULTS = Path(__file__).parent.parent / "nbs" / "results"
@@ -91,7 +92,8 @@ def test_memory_does_not_follow_the_batch(request_for, kind):
 
 
 def test_a_model_that_does_not_fit_is_refused():
-    shape = replace(bench.known_shapes()["meta-llama/Llama-3.1-8B"], layers=10_000)
+    llama = shape_from_config(known_configs()["meta-llama/Llama-3.1-8B"])
+    shape = replace(llama, layers=10_000)
     with pytest.raises(InputError, match="bench a smaller one"):
         bench.check_room(shape, CPU)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TINY', 'SMOLLM2', 'QUERY', 'DOCUMENT', 'MOST', 'MICRO_BATCH', 'PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS',
-           'PACKAGES', 'shapes', 'random_model', 'shape_of', 'check_room', 'base_model', 'drawn_lengths', 'plain_words',
+           'PACKAGES', 'shapes', 'random_model', 'check_room', 'base_model', 'drawn_lengths', 'plain_words',
            'drawn_pairs', 'needed_flops', 'batch_flops', 'matmul_peak', 'status_bytes', 'give_back', 'memory_added',
            'timed', 'tokens_of', 'Engine', 'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss', 'Peer',
            'Textbook', 'sentence_transformer', 'same_adapters', 'CachedLoss', 'Request', 'Contest',
@@ -22,7 +22,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,15 +49,16 @@ from ..embed.embedder import load_embedder
 from ..embed.export import export_embedder
 from ..model.base import resolve_base
 from ..model.loading import choose_device, choose_dtype, return_freed_memory
+from anchor_embedding.model.shape import (
+    ModelShape,
+    known_configs,
+    model_from_config,
+    read_shape,
+    shape_from_config,
+)
 from ..model.text import TextTokenizer, TokenizedText
 from ..train.loop import make_optimizer, update_weights
-from anchor_embedding.train.plan import (
-    ModelShape,
-    count_parameters,
-    known_shapes,
-    shape_from_config,
-    trained_parameters,
-)
+from ..train.plan import trained_parameters
 from ..train.prepare import fit_to_device, prepare_embedder
 from ..train.recipe import Recipe
 from ..train.recipe_files import load_recipe
@@ -78,43 +79,22 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 def shapes() -> dict[str, str]:  # name on the command line → name of a shape
     "The models a bench can be asked for."
     published = {
-        name.rpartition("/")[2].lower(): name for name in known_shapes() if "Instruct" not in name
+        name.rpartition("/")[2].lower(): name for name in known_configs() if "Instruct" not in name
     }
     others = {short: name for short, name in published.items() if not short.startswith("smollm2")}
     return {"tiny": "tiny", "smollm2": SMOLLM2} | others
 
 
-def random_model(shape: ModelShape):  # a causal LM of transformers
-    "Random bfloat16 weights of this shape."
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "qwen2" if shape.qkv_bias else "llama",
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        tie_word_embeddings=shape.tied,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+def random_model(config: Mapping):  # a causal LM of transformers
+    "Random bfloat16 weights of this configuration, always the same."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def shape_of(base: str) -> ModelShape:
-    "The shape of the model in a folder."
-    return shape_from_config(json.loads((Path(base) / "config.json").read_text(encoding="utf-8")))
+        return model_from_config(config, torch.bfloat16)
 
 # %% ../../nbs/study/70_bench.ipynb #3515cae1
 def check_room(shape: ModelShape, device: torch.device) -> None:
     "Raise `InputError` where the weights of two sides and what training adds to them do not fit."
-    needed = 2 * 16 * count_parameters(shape)
+    needed = 2 * 16 * shape.parameters
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -136,14 +116,14 @@ def base_model(
         raise InputError(
             f"unknown shape {name!r}: {closest(name, shapes())}; known: {', '.join(shapes())}"
         )
-    shape = known_shapes().get(shapes()[name])  # None: tiny
-    if shape:
-        check_room(shape, device)
+    config = known_configs().get(shapes()[name])  # None: tiny
+    if config:
+        check_room(shape_from_config(config), device)
     if name == "smollm2":
         yield resolve_base(SMOLLM2, say).path
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(shape) if shape else tiny_model("llama", **TINY)
+        model = random_model(config) if config else tiny_model("llama", **TINY)
         model.save_pretrained(folder)
         tiny_tokenizer("smollm2").save_pretrained(folder)
         yield folder
@@ -618,7 +598,7 @@ def training_contest(
     return Contest(
         work=pairs,
         tokens=batch.num_tokens,
-        flops=batch_flops(engine.recipe, shape_of(request.base), batch, opening),
+        flops=batch_flops(engine.recipe, read_shape(request.base), batch, opening),
         dtype=request.compute,
         device=request.device,
         sides={"ours": engine.run} | {name: run for name, (run, _) in peers.items()},
@@ -683,7 +663,7 @@ def encode(request: Request) -> Contest:
     return Contest(
         work=texts,
         tokens=sum(lengths),
-        flops=needed_flops(shape_of(request.base), lengths),
+        flops=needed_flops(read_shape(request.base), lengths),
         dtype=request.compute,
         device=request.device,
         sides=sides,

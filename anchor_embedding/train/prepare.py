@@ -53,13 +53,12 @@ from anchor_embedding.model.loading import (
     load_decoder,
 )
 from ..model.packing import attention_kernel
+from ..model.shape import ModelShape, shape_from_config
 from anchor_embedding.train.plan import (
     FREE,
-    ModelShape,
     decide,
     memory,
     pair_tokens,
-    shape_from_config,
     told_choice,
 )
 
