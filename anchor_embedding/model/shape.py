@@ -123,12 +123,15 @@ def model_from_config(
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    missing = [name for name in ("model_type", *SIZES) if config.get(name) is None]
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        hint = closest(str(kind), CONFIG_MAPPING, "see the models that it lists")
+        raise InputError(f"transformers has no model_type {kind!r}; {hint}")
+    family = CONFIG_MAPPING[kind]
+    keys = {name: family.attribute_map.get(name, name) for name in SIZES if hasattr(family(), name)}
+    missing = [key for key in keys.values() if config.get(key) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} is missing")
-    if config["model_type"] not in CONFIG_MAPPING:
-        hint = closest(config["model_type"], CONFIG_MAPPING, "see the models that it lists")
-        raise InputError(f"transformers has no model_type {config['model_type']!r}; {hint}")
     # the ids of special tokens change no size, and may lie outside a small vocabulary
     numbers = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
