@@ -20,10 +20,14 @@ from .settings import first_fault
 
 # %% ../../nbs/common/25_scores.ipynb #02629d22
 class TaskScore(BaseModel):
+    "What `scores.json` must hold of a task."
+
     main_score: Annotated[float, Field(ge=-1, le=1)]
 
 
 class Scores(BaseModel):
+    "What `scores.json` must hold."
+
     about: dict = {}
     tasks: dict[str, TaskScore]
     errors: dict = {}
@@ -36,6 +40,8 @@ class Scores(BaseModel):
 
 
 class QueryScores(BaseModel):
+    "What `queries.json` holds of a task."
+
     key: str | None  # of the task's entry in scores.json
     scores: dict[str, float]  # "split/subset/query" → the main score of this query
 

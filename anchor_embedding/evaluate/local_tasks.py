@@ -38,33 +38,45 @@ Identifier = Annotated[str, Field(alias="_id", coerce_numbers_to_str=True)]
 
 
 class Query(BaseModel):
+    "A query of a retrieval task."
+
     id: Identifier
     text: Text
 
 
 class Document(Query):
+    "A document of a retrieval task."
+
     title: Annotated[Text, BeforeValidator(lambda title: title or "")] = ""
 
 
 class ScoredPair(BaseModel):
+    "Two sentences and how similar they are."
+
     sentence1: Text
     sentence2: Text
     score: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class LabelledPair(BaseModel):
+    "Two sentences, and whether they belong together."
+
     sentence1: Text
     sentence2: Text
     label: Label
 
 
 class Candidates(BaseModel):
+    "A query to rerank, with texts that answer it and texts that do not."
+
     query: Text
     positive: Annotated[list[Text], Field(min_length=1)]
     negative: list[Text]
 
 
 class ClusteredTexts(BaseModel):
+    "Texts and the cluster of each."
+
     sentences: list[Text]
     labels: list[Label]
 
@@ -77,6 +89,8 @@ class ClusteredTexts(BaseModel):
 
 
 class LabelledText(BaseModel):
+    "A text and its class."
+
     text: Text
     label: Label
 
