@@ -97,7 +97,7 @@ def _find_run(args) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #168fee82
 def tournament(args: argparse.Namespace) -> None:
-    "Several recipes with the same pairs, batches, budget and judge."
+    "Several recipes with the same pairs, batches, budget and evaluation."
     from anchor_embedding.study.tournament import contestants
     from anchor_embedding.study.tournament import tournament as run_tournament
 
@@ -613,7 +613,7 @@ _SEEDS = {
 }
 _PART = {
     "choices": ("test", "development"),
-    "help": "held-out pairs that judge: development to choose settings, test to show results",
+    "help": "part of the held-out pairs: development to choose settings, test to show results",
 }
 _JSON = {"action": "store_true", "help": "one JSON line instead of text"}
 
@@ -726,7 +726,7 @@ def _rival_commands(commands) -> None:
         help="for runs and results (default: runs/tournament)",
     )
     words.add_argument(
-        "--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)"
+        "--heldout", type=int, default=400, metavar="N", help="held-out pairs (default: 400)"
     )
     words.add_argument("--seeds", **_SEEDS)
     words.add_argument("--part", **_PART, default="test")
@@ -762,7 +762,7 @@ def _rival_commands(commands) -> None:
         help="pairs to hold some out from (default: docstrings)",
     )
     words.add_argument(
-        "--heldout", type=int, default=400, metavar="N", help="pairs that judge (default: 400)"
+        "--heldout", type=int, default=400, metavar="N", help="held-out pairs (default: 400)"
     )
     words.add_argument("--part", **_PART, default="development")
     words.add_argument(

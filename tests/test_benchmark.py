@@ -342,7 +342,7 @@ def test_another_length_is_another_score(saved, quick):
     )
     # which has an instruction for its kind
     short = evaluate(saved, **quick, max_length=8, prompts="mteb", say=lambda text: None)
-    assert "leaves no room behind this instruction" in short["errors"]["Pairs"]
+    assert "leaves no room after this instruction" in short["errors"]["Pairs"]
 
 
 def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated):

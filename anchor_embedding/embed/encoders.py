@@ -61,7 +61,7 @@ def load_model(
     dtype: str = "auto",  # see `load_embedder`
     device: str | torch.device | None = None,
 ):  # → an `Embedder`, or mteb's wrapper of a sentence-transformers model
-    "Load what a name stands for. Raises `InputError`."
+    "Load the model that a name means. Raises `InputError`."
     if isinstance(name, Embedder):
         return name
     path = resolve_base(str(name)).path

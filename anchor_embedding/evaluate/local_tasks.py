@@ -149,7 +149,7 @@ def _read_judgements(path: Path) -> dict[str, dict[str, int]]:
 
 
 def _retrieval(folder: Path, tables: dict) -> dict:
-    "The corpus, the judged queries and their relevant documents."
+    "The corpus, the queries that have relevant documents, and these."
     from datasets import Dataset
 
     path = _file(folder, "qrels", ".tsv")

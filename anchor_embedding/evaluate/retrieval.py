@@ -106,7 +106,7 @@ def pessimistic_ranks(
     tie: float = 0.0,  # scores this close are equal
     ignored=None,  # n lists of columns that are no candidates of a query; None = all are
 ) -> list:  # n entries, see `query_ndcg`
-    "The ranks of the relevant documents; another document with an equal score stands before them."
+    "The ranks of the relevant documents; another document with an equal score comes before them."
     relevant = checked_relevant(relevant, *scores.shape)
     ignored = [()] * len(relevant) if ignored is None else ignored
     return [

@@ -71,7 +71,7 @@ class ScoresFile:
             say(f"{error}; the next task writes it anew")
 
     def has(self, name: str, key: str) -> bool:
-        "Whether a task is done, from what `key` stands for."
+        "Whether a task is done, by its `key`."
         return self.scores["tasks"].get(name, {}).get("key") == key
 
     def keep(

@@ -54,7 +54,7 @@ class Difference:
         says = {
             "ahead": "{} is ahead",
             "behind": "{} is behind",
-            "level": "{} makes no difference that can be told from noise",
+            "level": "{} makes no difference that is more than noise",
         }
         return says.get(self.verdict, "no verdict on {}").format(name)
 

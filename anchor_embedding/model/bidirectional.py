@@ -18,7 +18,7 @@ ATTENTIONS = ("causal", "bidirectional")
 
 @torch.no_grad()
 def sees_later_tokens(decoder: CausalDecoder) -> bool:
-    """Whether in the encode pass a token's state depends on the tokens behind it; measured on
+    """Whether in the encode pass a token's state depends on the tokens after it; measured on
     random tokens.
     """
     size = len(decoder.head.weight)
@@ -55,7 +55,7 @@ def set_attention(
         raise InputError(
             f"{name} does not become {attention}: a token's state "
             f"{'does not depend' if attention != 'causal' else 'depends'} "
-            "on the tokens behind it; set attention to the other one, or take another "
+            "on the tokens after it; set attention to the other one, or take another "
             "base"
         )
     return decoder

@@ -79,7 +79,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def fuse_norms(
     backbone,  # a transformers model without head
 ) -> int:  # how many were replaced
-    """Let the norms in front of attention and MLP of every layer write what the linear maps behind
+    """Let the norms in front of attention and MLP of every layer write what the linear maps after
     them read.
     """
     found = [

@@ -231,7 +231,7 @@ def _groups(
 
 # %% ../../nbs/model/20_packing.ipynb #91699690
 def _blocks(length: int, window: int | None):
-    "(first row, row behind the last, first key) of the blocks of a text."
+    "(first row, row after the last, first key) of the blocks of a text."
     for row in range(0, length, BLOCK_ROWS):
         yield row, min(row + BLOCK_ROWS, length), 0 if window is None else max(0, row - window + 1)
 

@@ -65,7 +65,7 @@ def format_instruction(
 # %% ../../nbs/model/10_text.ipynb #54de855c
 @dataclass(frozen=True)
 class Template:
-    "What stands around every body: `header + body + footer + (eos_id,)`."
+    "What surrounds every body: `header + body + footer + (eos_id,)`."
 
     style: str  # "plain", "chat" or "released"
     # BOS where the tokenizer prepends one; in a chat also the opening of the user turn
@@ -171,7 +171,7 @@ def _user_turn(tokenizer):
 
 # %% ../../nbs/model/10_text.ipynb #418a2fa1
 def _ids_around(tokenizer, opening, closing):
-    "The ids in front of and behind any body, as (tuple, tuple)."
+    "The ids before and after any body, as (tuple, tuple)."
     for probe in ("a", "The", "1"):
         body = list(_encode_bodies(tokenizer, [probe])["input_ids"][0])
         whole = _encode_markup(tokenizer, opening + probe + closing)
@@ -279,7 +279,7 @@ def make_template(
     if template.eos_id in template.header + template.footer:
         token = tokenizer.convert_ids_to_tokens(template.eos_id)
         raise InputError(
-            f"the EOS token {token!r} also stands in front of every text: name "
+            f"the EOS token {token!r} also comes before every text: name "
             "another one with eos_token=…"
         )
     return template
@@ -307,7 +307,7 @@ class TokenizedText:
     # the whole encode input; the last id is EOS (see `TextTokenizer` for the one exception)
     ids: list[int]
     start: int  # index of the first body id
-    stop: int  # index behind the last body id
+    stop: int  # index after the last body id
 
     @property
     def body(self) -> list[int]:
@@ -432,7 +432,7 @@ def _tokenize(text_tokenizer, texts, instructions):
             length = text_tokenizer.max_length
             needed = begin + 1 + text_tokenizer.max_length - room
             raise InputError(
-                f"max_length {length} leaves no room behind this instruction: it "
+                f"max_length {length} leaves no room after this instruction: it "
                 f"needs {needed}: {instructions[row]!r}"
             )
         body = list(ids[:room])
@@ -444,5 +444,5 @@ def _tokenize(text_tokenizer, texts, instructions):
 
 
 def _first_beyond(offsets, position):
-    "Index of the first token that ends behind character `position`."
+    "Index of the first token that ends after character `position`."
     return next((index for index, (_, end) in enumerate(offsets) if end > position), len(offsets))

@@ -185,7 +185,7 @@ def separator_ids(
     tokenizer: TextTokenizer,
     separator: str = "\n",  # may hold special tokens
 ) -> list[int]:
-    "The token ids of what stands between context and target."
+    "The token ids between context and target."
     return list(tokenizer.tokenizer(separator, add_special_tokens=False)["input_ids"])
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #98cfef6d

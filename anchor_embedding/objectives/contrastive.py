@@ -38,7 +38,7 @@ def rivals_of_pairs(
     mask_same_text: bool = False,  # a text equal to one of the pair's own two is no rival
     part: torch.Tensor | None = None,  # (b,) int64, which pairs; None = all
 ) -> torch.Tensor:  # (b, n) bool
-    "Which texts may stand against the positive of each pair."
+    "Which texts may compete with the positive of each pair."
     part = torch.arange(num_pairs, device=keys.device) if part is None else part
     rivals = pools[part, None] == pools
     row = torch.arange(len(part), device=keys.device)

@@ -29,7 +29,7 @@ from .objective import SIDES, Objective, PairTokens, TextLengths
 # %% ../../nbs/objectives/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    "Packed decoder inputs, the tokens they predict, and whose anchor stands in each slot."
+    "Packed decoder inputs, the tokens they predict, and whose anchor is in each slot."
 
     inputs: PackedBatch  # slot + target without its last token, for every text that has a target
     slots: torch.Tensor  # (n,) int64, the input positions where the anchors stand
@@ -271,7 +271,7 @@ class Reconstruction(Anchored, TokenMeans):
     bag_weight: NotNegative = 0.0  # of the bag of tokens of the same targets, by direction
     input_dropout: Share = 0.0  # share of the decoder's input tokens that EOS stands in for
     anchor_gradient: NotNegative = 1.0  # factor on the gradient that reaches the encode pass
-    # shuffled: a control, every text is decoded behind the anchor of another pair
+    # shuffled: a control, every text is decoded from the anchor of another pair
     anchor: Literal["own", "shuffled"] = "own"
     before: tuple[int, ...] = given(())  # token ids in front of every slot; see `opening_ids`
 

@@ -62,7 +62,7 @@ class Refinement(Contrastive):
     "GIRCSE: the contrastive loss after every one of K soft tokens."
 
     temperature: Positive = 0.02  # scores are cosine / temperature
-    refine_steps: Counting = 5  # soft tokens behind a text, K
+    refine_steps: Counting = 5  # soft tokens after a text, K
     soft_token_temperature: Positive = 1.0  # of the softmax over the vocabulary
     # mean of the vocabulary, or trained vectors as a control
     soft_token_kind: Literal["mixture", "pause"] = "mixture"

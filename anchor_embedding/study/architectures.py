@@ -161,7 +161,7 @@ def naive_vector(judge, backbone, text: TokenizedText) -> torch.Tensor:
 
 
 def naive_decode(judge, backbone, anchor: torch.Tensor, text: TokenizedText) -> torch.Tensor:
-    "Sum of -log p of a text's tokens behind an anchor."
+    "Sum of -log p of a text's tokens, decoded from an anchor."
 
     def put(module, args, kwargs):
         states = args[0] if args else kwargs["hidden_states"]

@@ -267,7 +267,7 @@ def anchor_gains(
 
 # %% ../../nbs/study/10_figures.ipynb #abef5a41
 def _draw_loss(axes, rows, key, ink, dashes="-", sigma=0.0):
-    "One loss curve; smoothed, the raw values stay behind it, pale."
+    "One loss curve; smoothed, with the raw values in a paler colour."
     frame = pd.DataFrame(rows)[["step", key]].dropna()
     if sigma:
         axes.plot(frame["step"], frame[key], color=ink, linewidth=0.6, alpha=0.3)

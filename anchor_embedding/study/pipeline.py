@@ -75,7 +75,7 @@ class SplitPairs:
     development_clusters: Sequence = ()
 
     def part(self, name: str) -> "SplitPairs":
-        """The same, judged by the part `test` or `development`; InputError for another, or where
+        """The same, evaluated on the part `test` or `development`; InputError for another, or where
         there are no such pairs.
         """
         if name not in ("test", "development"):

@@ -316,7 +316,7 @@ def _log(run: Training, done: int, line: dict, bar) -> None:
 
 
 def _answer(run: Training, stop: StopSignals, done: int) -> None:
-    "Raise `Stopped`, with a checkpoint saved, when any process was told to stop."
+    "Raise `Stopped`, with a checkpoint saved, when any process was asked to stop."
     received = torch.tensor([stop.received == number for number in STOP_SIGNALS]).int()
     received = received.to(run.accelerator.device, non_blocking=True)
     heard = [
@@ -342,7 +342,7 @@ def run_loop(
     on_step: Callable[[dict], None] | None = None,  # called with each line of metrics.jsonl
 ) -> Path:  # the folder `final` of the run
     """All steps of a prepared run, then its result. Raises `InputError` for a loss that is not a
-    number, and `Stopped` when it was told to stop.
+    number, and `Stopped` when it was asked to stop.
     """
     recipe = run.recipe
     shown = progress if run.main else False
@@ -358,7 +358,7 @@ TRIM_EVERY = 10  # steps between two returns of memory that malloc keeps in hole
 
 
 def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
-    "All steps from where the run stands."
+    "All steps that are left."
     recipe = run.recipe
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)

@@ -181,7 +181,7 @@ class BatchesAhead:
 
     @contextmanager
     def while_computing(self, step: int) -> Iterator[None]:
-        "In this context the batch behind `step` is made; at its end it is there."
+        "In this context the batch after `step` is made; at its end it is there."
         if step + 1 >= self.steps:
             yield
             return

@@ -78,7 +78,7 @@ def _json_line(name: str, values: dict) -> str:
             shown = value if isinstance(value, float) else "not finite everywhere"
             raise InputError(
                 f"{name}: {key} is {shown}, and JSON has no such number: return it as "
-                "None, or mend what computes it"
+                "None, or correct what computes it"
             ) from None
     return json.dumps(values) + "\n"
 
