@@ -1153,8 +1153,10 @@ def _mine_command(commands) -> None:
         metavar="FILE",
         help="further documents: JSONL with `text` (and `title`), or a text a line",
     )
-    told = "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
-    words.add_argument("--instructions", default="none", metavar="NAME", help=told)
+    instructions_help = (
+        "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
+    )
+    words.add_argument("--instructions", default="none", metavar="NAME", help=instructions_help)
     words.add_argument(
         "--on-bad-row",
         choices=("error", "skip"),

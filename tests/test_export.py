@@ -420,9 +420,20 @@ from anchor_embedding.embed.embedder import Embedder
 
 found = []
 for name in ("owner/merged", "owner/adapter"):
-    found.append(Embedder.from_pretrained(name, dtype="float32", device="cpu").encode(sys.argv[2:]))
-    found.append(SentenceTransformer(name, device="cpu").encode(sys.argv[2:]))
+    found.append(Embedder.from_pretrained(name, dtype="float32", device="cpu").encode(sys.argv[3:]))
+    found.append(SentenceTransformer(name, device="cpu").encode(sys.argv[3:]))
 np.save(sys.argv[1], found)
+
+import torch
+from anchor_embedding.model.base import hub_revision
+from anchor_embedding.train.prepare import prepare_embedder
+from anchor_embedding.train.recipe_files import load_recipe
+
+assert hub_revision(".") is None and hub_revision("owner/other") is None
+recipe = load_recipe("stage1", ["base=owner/merged", "data=docstrings", "instructions=none"])
+for base, revision in (("owner/merged", "0" * 40), (sys.argv[2], None)):
+    card = prepare_embedder(recipe.replace(base=base), torch.device("cpu"))[1]
+    assert card.get("base_revision") == revision, card
 """
 
 
@@ -436,7 +447,14 @@ def test_from_the_hub(tmp_path, texts):
         export_embedder(embedder, repository / "snapshots" / ("0" * 40), adapter=name == "adapter")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     few = [text for text in texts if "\0" not in text][:6]
-    command = [sys.executable, "-c", FROM_HUB, str(tmp_path / "found.npy"), *few]
+    command = [
+        sys.executable,
+        "-c",
+        FROM_HUB,
+        str(tmp_path / "found.npy"),
+        str(tmp_path / "model"),
+        *few,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for vectors in np.load(tmp_path / "found.npy"):

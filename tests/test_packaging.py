@@ -5,8 +5,10 @@ that opens fast.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 import zipfile
@@ -15,6 +17,7 @@ from email.parser import Parser
 from importlib.util import find_spec
 
 import pytest
+import yaml
 from notebook_checks import ROOT, find_notebooks
 
 PACKAGE = ROOT / "anchor_embedding"
@@ -149,6 +152,48 @@ def test_wheel_metadata(wheel):
     assert {line for line in data.get_all("Requires-Dist") if "extra" not in line} == wanted
     assert "anchor = anchor_embedding.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert data.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
+
+
+def test_source_distribution_has_no_tests_without_their_notebooks(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "tests", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in [*BUILD_FILES, *package_files()]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    code = "import setuptools.build_meta as build; build.build_sdist('..')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*BUILD_FILES, *package_files()} <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
+# ---- workflows
+
+
+def workflows():
+    folder = ROOT / ".github" / "workflows"
+    return {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in folder.glob("*.yml")}
+
+
+def test_workflows_pin_what_they_run_and_ask_for_no_more_than_they_need():
+    jobs = {
+        (name, key): job for name, flow in workflows().items() for key, job in flow["jobs"].items()
+    }
+    for job in jobs.values():
+        for step in job["steps"]:
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step.get("uses", "a/b@" + "0" * 40)), step
+            if "actions/checkout@" in step.get("uses", ""):
+                assert step["with"]["persist-credentials"] is False
+    assert all(flow["permissions"] == {"contents": "read"} for flow in workflows().values())
+    assert [key for key, job in jobs.items() if "permissions" in job] == [("pages", "deploy")]
+
+
+def test_both_ends_of_the_supported_pythons_are_checked_and_slow_tests_run_every_night():
+    flows = workflows()
+    assert flows["check"]["jobs"]["check"]["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
+    assert flows["nightly"]["jobs"]["slow"]["steps"][-1]["run"] == "bash .ci/run --run-slow"
 
 
 # ---- imports

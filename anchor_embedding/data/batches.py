@@ -372,7 +372,7 @@ def tokenize_batch(
     """
     indices = list(range(len(examples)) if indices is None else indices)
     chosen = [examples[index] for index in indices]
-    told = [
+    with_instructions = [
         instructions.for_example(example.dataset, index)
         for example, index in zip(chosen, indices, strict=True)
     ]
@@ -382,8 +382,14 @@ def tokenize_batch(
         + [e.positive for e in chosen]
         + [text for part in negatives for text in part]
     )
-    heads = [query for query, _ in told] + [positive for _, positive in told]
-    heads += [positive for (_, positive), part in zip(told, negatives, strict=True) for _ in part]
+    heads = [query for query, _ in with_instructions] + [
+        positive for _, positive in with_instructions
+    ]
+    heads += [
+        positive
+        for (_, positive), part in zip(with_instructions, negatives, strict=True)
+        for _ in part
+    ]
     tokens = iter(text_tokenizer(texts, heads))
     return TokenBatch(
         [next(tokens) for _ in chosen],

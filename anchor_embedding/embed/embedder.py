@@ -167,12 +167,12 @@ def _token_batches(
     "Indices and token ids of packed batches."
     for start in range(0, len(texts), CHUNK_TEXTS):
         part = texts[start : start + CHUNK_TEXTS]
-        told = (
+        with_instruction = (
             instruction
             if instruction is None or isinstance(instruction, str)
             else instruction[start : start + CHUNK_TEXTS]
         )
-        tokens = embedder.tokenizer(part, told)
+        tokens = embedder.tokenizer(part, with_instruction)
         order = sorted(range(len(part)), key=lambda i: -len(tokens[i]))
         for group in token_budget_batches([len(tokens[i]) for i in order], batch_tokens):
             rows = [order[i] for i in group]

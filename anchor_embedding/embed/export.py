@@ -306,6 +306,7 @@ def _quoted(text: str) -> str:
 
 
 _FACTS = (
+    "base_revision",
     "checkpoint",
     "negatives_pool",
     "trained_parameters",

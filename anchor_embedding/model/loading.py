@@ -68,7 +68,7 @@ def choose_dtype(
 
 # %% ../../nbs/model/55_loading.ipynb #8e046051
 @cache
-def keep_freed_memory() -> bool:  # whether the C library can be told
+def keep_freed_memory() -> bool:  # whether the C library can be asked to
     "Let malloc keep freed memory for the next tensor; where there is no glibc nothing changes."
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     trim_threshold = -1

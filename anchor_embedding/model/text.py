@@ -413,8 +413,8 @@ def _tokenize(text_tokenizer, texts, instructions):
             "variant to use instructions"
         )
     strings = [
-        format_instruction(told, text, text_tokenizer.prompt)
-        for told, text in zip(instructions, texts, strict=True)
+        format_instruction(instruction, text, text_tokenizer.prompt)
+        for instruction, text in zip(instructions, texts, strict=True)
     ]
     encoded = _encode_bodies(
         tokenizer, strings, **({"return_offsets_mapping": True} if offsets else {})

@@ -69,10 +69,12 @@ def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[d
     }
     chosen = () if () in settings or not settings else next(iter(settings))
     if others := [setting for setting in settings if setting != chosen]:
-        told = "; ".join(
+        left_out = "; ".join(
             ", ".join(f"{key} {value}" for key, value in setting) for setting in others
         )
-        warnings.warn(f"evals.jsonl also has scores with {told}; they are left out", stacklevel=3)
+        warnings.warn(
+            f"evals.jsonl also has scores with {left_out}; they are left out", stacklevel=3
+        )
 
     def fits(line):
         return "task" not in line or _line_setting(line) == chosen

@@ -548,11 +548,11 @@ def differences(
     if all(name in figures for name in REFERENCES):
         found["bm25", "base"] = paired_bootstrap(figures["bm25"][0], figures["base"][0])
 
-    def told(b, one):
+    def scores(b, one):
         return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
 
     return [
-        {"first": b, "second": a, **told(b, found[b, a])}
+        {"first": b, "second": a, **scores(b, found[b, a])}
         for a, b in itertools.combinations(figures, 2)
     ]
 

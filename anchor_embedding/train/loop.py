@@ -210,7 +210,7 @@ class SharedEmbedder(Embedder):
                 texts, instruction, batch_tokens, normalize, progress, refine_steps
             )
         check_same_texts(self.accelerator, texts)
-        told = (
+        with_instructions = (
             [instruction] * len(texts)
             if instruction is None or isinstance(instruction, str)
             else instruction
@@ -222,7 +222,9 @@ class SharedEmbedder(Embedder):
         ]
         mine = shares[rank]
         settings = (batch_tokens, normalize, progress, refine_steps)
-        found = super().encode([texts[row] for row in mine], [told[row] for row in mine], *settings)
+        found = super().encode(
+            [texts[row] for row in mine], [with_instructions[row] for row in mine], *settings
+        )
         vectors = np.empty((len(texts), *found.shape[1:]), np.float32)
         for share, part in zip(
             shares,

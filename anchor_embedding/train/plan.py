@@ -6,8 +6,8 @@
 __all__ = ['MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'find_shape', 'lora_maps', 'trained_parameters',
            'measured_lengths', 'lengths_at_hand', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once',
            'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget', 'decide', 'remedy', 'Plan',
-           'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict', 'PipelinePlan', 'told_choice',
-           'find_gpu', 'plan']
+           'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict', 'PipelinePlan',
+           'choice_in_words', 'find_gpu', 'plan']
 
 # %% ../../nbs/train/20_plan.ipynb #7e4673a4
 import html
@@ -156,8 +156,8 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     )
     made = make_template(tokenizer, recipe.template, recipe.eos_token or None)
     template = len(made.header) + len(made.footer) + 1
-    told = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
-    room = tuple(max(1, recipe.max_length - template - more) for more in (told, 0))
+    instruction = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
+    room = tuple(max(1, recipe.max_length - template - more) for more in (instruction, 0))
     return measured_lengths(found, tokenizer, room=room) | {
         "template": template,
         "opening": len(made.opening),
@@ -612,7 +612,7 @@ class PipelinePlan:
         return f"{tables}<p>{html.escape(self.name)}, hours of all runs: {self.total()}</p>"
 
 # %% ../../nbs/train/20_plan.ipynb #d9f783ae
-def told_choice(asked: Recipe, made: Recipe) -> str:
+def choice_in_words(asked: Recipe, made: Recipe) -> str:
     "In words: what was chosen for a recipe, or nothing."
     return ", ".join(
         f"{key} {json.dumps(getattr(made, key))}"
@@ -625,7 +625,7 @@ def _chosen(recipe, shape, processes, gpus):
     "A recipe decided for the smallest of some GPUs, and what was chosen in words."
     size = min(GPUS[gpu][1] for gpu in gpus)
     made = decide(recipe, shape, (1 - FREE) * size, processes)
-    words = told_choice(recipe, made)
+    words = choice_in_words(recipe, made)
     return made, words and f"{words} for {size / 1e9:.0f} GB"
 
 # %% ../../nbs/train/20_plan.ipynb #335fdd2a

@@ -56,15 +56,15 @@ from ..model.packing import attention_kernel
 from ..model.shape import ModelShape, shape_from_config
 from anchor_embedding.train.plan import (
     FREE,
+    choice_in_words,
     decide,
     memory,
     pair_tokens,
-    told_choice,
 )
 
 # %% ../../nbs/train/35_prepare.ipynb #d892e9bc
 from ..data.store import ExampleStore, open_examples
-from ..model.base import resolve_base
+from ..model.base import hub_revision, resolve_base
 from anchor_embedding.model.ranks import (
     balanced_share,
 )
@@ -361,6 +361,8 @@ def prepare_embedder(
         "dtype_reason": reason,
         "attention": kernel,
     }
+    if revision := hub_revision(base.path):
+        card["base_revision"] = revision
     opening = opening_of(recipe, base.path)
     instructions = instructions_record(recipe.instructions)
     return Embedder(
@@ -426,7 +428,7 @@ def fit_to_device(
     needed = sum(memory(made, shape, pair_tokens(made), world).values())
     short = "" if needed <= USABLE[kind] * free else ", which may be too little"
     say(
-        f"{told_choice(recipe, made)}: a step takes about {needed / 1e9:.1f} GB of "
+        f"{choice_in_words(recipe, made)}: a step takes about {needed / 1e9:.1f} GB of "
         f"{free / 1e9:.1f} GB that are free{short}"
     )
     return made.replace(dtype=recipe.dtype)

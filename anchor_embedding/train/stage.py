@@ -416,7 +416,7 @@ def train(
     on_step: Callable[[dict], None] | None = None,
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
     """Run a recipe. Raises `InputError` for what cannot be run, naming the remedy, and `Stopped`
-    when it was told to stop.
+    when it was asked to stop.
     """
     run = open_run(recipe, out, examples, resume, say, heldout)
     try:
