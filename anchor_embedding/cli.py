@@ -361,6 +361,8 @@ def mine(args: argparse.Namespace) -> None:
         "instructions": find_instructions(args.instructions),
         "on_bad_row": args.on_bad_row,
         "dtype": args.dtype,
+        "resume": args.resume,
+        "force": args.force,
     }
     mined = mine_negatives(args.source, args.out, args.model, settings, say=_say, **given)
     print(json.dumps(mined.card) if args.json else mined)
@@ -1150,11 +1152,16 @@ def _mine_command(commands) -> None:
     words.add_argument(
         "--corpus",
         type=Path,
-        metavar="FILE",
-        help="further documents: JSONL with `text` (and `title`), or a text a line",
+        metavar="PATH",
+        help="further documents: JSONL with `text` (and `title`), a text a line, or what `anchor "
+        "encode` has made of them with this model",
     )
     told = "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
     words.add_argument("--instructions", default="none", metavar="NAME", help=told)
+    words.add_argument(
+        "--resume", action="store_true", help="go on with what an earlier run had finished"
+    )
+    words.add_argument("--force", action="store_true", help="replace FILE.jsonl if it is there")
     words.add_argument(
         "--on-bad-row",
         choices=("error", "skip"),

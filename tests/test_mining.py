@@ -105,7 +105,10 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
     ] == sum(not e.negatives for e in examples)
     assert figures["margin"] >= 0.05 * figures["negative_score"] > 0
     # again, over the first result
-    assert main(["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]) == 0
+    again = ["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
+    assert main(again) == 2
+    assert f"{mined} is there already; name another file, or replace" in capsys.readouterr().err
+    assert main([*again, "--force"]) == 0
     assert json.loads(capsys.readouterr().out) == card
 
 
@@ -296,7 +299,8 @@ def encode(texts):
 *sources, out = sys.argv[1:]
 scorer, found = CosineScores(encode, encode, queries=256, documents=512), []
 for source in sources:
-    mine_negatives(source, out, scorer, MiningSettings(range_max=20), progress=False, say=lambda text: None)
+    settings = MiningSettings(range_max=20)
+    mine_negatives(source, out, scorer, settings, force=True, progress=False, say=lambda text: None)
     found.append(most / 1024)
 print(json.dumps(found))
 """
@@ -346,7 +350,8 @@ from anchor_embedding.embed.mining import CosineScores, mine_negatives
 def encode(texts):
     print("encoding", flush=True)
     time.sleep(60)
-mine_negatives(sys.argv[1], sys.argv[2], CosineScores(encode, encode), progress=False)
+scorer = CosineScores(encode, encode)
+mine_negatives(sys.argv[1], sys.argv[2], scorer, force=True, progress=False)
 """
 
 
@@ -373,7 +378,7 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
         (["--model", "no-such-folder/model"], "no-such-folder/model"),
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
         (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),
-        (["--corpus", os.devnull], "there is no text in this file"),
+        (["--corpus", os.devnull], "there is no text in it"),
         (["--corpus", "documents.csv"], "a text a line, not from .csv"),
         (["--corpus", "mined.jsonl"], "the corpus would be replaced"),
         (["--out", "pairs.tsv"], "written as .jsonl or .jsonl.gz"),
