@@ -246,13 +246,25 @@ class EncodedDocuments:
     @contextmanager
     def at_hand(self, numbers: np.ndarray, folder: Path) -> Iterator["_FiledTexts"]:
         "Context that gives the texts of these documents (numbers ascending), from a file."
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with _unnamed_file(folder) as file:
             yield _FiledTexts(file, numbers, self._chosen(numbers))
 
     def _chosen(self, numbers: np.ndarray) -> Iterator[str]:
         for places, texts in self.corpus.column("text"):
             first, last = np.searchsorted(numbers, [places.start, places.stop])
             yield from (texts[number - places.start] for number in numbers[first:last])
+
+
+@contextmanager
+def _unnamed_file(folder: Path):
+    "Context that gives a file which nobody else sees. Raises `InputError` for a full disk."
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            yield file
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {folder}: {error}; free space, or choose another place"
+        ) from error
 
 
 class _FiledTexts:
@@ -425,14 +437,12 @@ class CosineScores:
     @contextmanager
     def index(self, pool: Pool, folder: Path, bar):
         "Context in which the documents of a pool can be scored; `folder` keeps what is encoded."
-        with tempfile.TemporaryFile(dir=folder) as file:
-            memory = None
+        with _unnamed_file(folder) as file:
+            self.vectors = None
             for numbers, vectors in chain(self._encoded(pool, folder, bar), _copied(pool, bar)):
-                if memory is None:
-                    shape = (len(pool.documents[0]), vectors.shape[1])
-                    memory = np.memmap(file, np.float32, "w+", shape=shape)
-                memory[numbers] = vectors
-            self.vectors = memory
+                if self.vectors is None:
+                    self.vectors = _matrix(file, len(pool.documents[0]), vectors.shape[1])
+                self.vectors[numbers] = vectors
             yield
             del self.vectors
 
@@ -465,6 +475,15 @@ def _copied(pool: Pool, bar) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for numbers, vectors in pool.vectors():
         yield numbers, unit(vectors, "document vector")
         bar.update(len(numbers))
+
+
+def _matrix(file, rows: int, columns: int) -> np.ndarray:
+    "A (rows, columns) float32 matrix in a file; all of its space is taken now."
+    zeros = bytes(columns * np.dtype(np.float32).itemsize)
+    for _ in range(rows):
+        file.write(zeros)
+    file.flush()
+    return np.memmap(file, np.float32, "r+", shape=(rows, columns))
 
 # %% ../../nbs/embed/50_mining.ipynb #6c57e8a2
 class Bm25Scores:
