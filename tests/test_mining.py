@@ -986,3 +986,73 @@ def test_a_full_disk_is_one_line(pairs, tmp_path, part, kept):
     assert process.returncode == 0 and len(lines) == 1 + kept, error
     assert "cannot write" in lines[-1] and "free space" in lines[-1].lower()
     assert os.listdir(tmp_path) == [".mined.jsonl.mining"] * kept
+
+
+FEW_OR_MANY = """
+import json, re, sys, threading, time
+from pathlib import Path
+import numpy as np
+from anchor_embedding.embed import mining
+from anchor_embedding.embed.corpus import CorpusSettings, encode_corpus
+from anchor_embedding.embed.embedder import Embedder
+
+class Quick(Embedder):
+    def encode(self, texts, instruction=None, *_, normalize=False, **__):
+        if isinstance(texts, str):
+            return np.ones(self.dimension, np.float32) / self.dimension**0.5
+        random = np.random.default_rng(len(texts))
+        return random.normal(size=(len(texts), self.dimension)).astype(np.float32)
+
+class SmallBlocks(mining.CosineScores):
+    def __init__(self, encode_query, encode_document, device):
+        super().__init__(encode_query, encode_document, device, queries=256, documents=512)
+
+def watch():
+    global most
+    while True:
+        status = open("/proc/self/status").read()
+        most = max(most, int(re.search(r"RssAnon:\\s*(\\d+) kB", status)[1]))
+        time.sleep(0.002)
+
+most = 0
+mining.CosineScores = SmallBlocks
+threading.Thread(target=watch, daemon=True).start()
+how, base, pairs, *sources = sys.argv[1:]
+model = Embedder.from_pretrained(base, dtype="float32")
+model = Quick(model.decoder, model.tokenizer)
+found = []
+for path in map(Path, sources):
+    shards = path.with_suffix("")
+    if how == "encode":
+        encode_corpus(model, path, shards, CorpusSettings(shard_size=5_000), progress=False)
+    else:
+        corpus = shards if how == "shards" else path
+        out = path.with_name(f"{how}-{shards.name}.jsonl")
+        mining.mine_negatives(pairs, out, model, corpus=corpus, progress=False)
+    found.append(most / 1024)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
+)
+def test_memory_does_not_hold_encoded_documents(base, tmp_path):
+    """180,000 more documents, with 81 MB of texts and 23 MB of vectors: at most 200 bytes for each,
+    where a file of texts takes twice as much and more.
+    """
+    pairs = write_many(tmp_path / "pairs.jsonl", 600, 5)
+    sources = [tmp_path / f"{size}.txt" for size in (20_000, 200_000)]
+    for path in sources:
+        lines = (f"document {i} {'word ' * 80}\n" for i in range(int(path.stem)))
+        path.write_text("".join(lines))
+    more = {}
+    for how in ("encode", "shards", "texts"):
+        process = run_python(FEW_OR_MANY, how, base, pairs, *sources)
+        out, error = process.communicate(timeout=280)
+        assert process.returncode == 0, error
+        few, many = json.loads(out.splitlines()[-1])
+        more[how] = many - few
+    print({how: round(megabytes) for how, megabytes in more.items()})
+    assert 0 < more["shards"] < 36 < 72 < more["texts"]
