@@ -1258,10 +1258,10 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: {stopped}")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        kept = f"what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}"
-        _say(
-            f"anchor: interrupted; {'nothing was written' if args.run in (ceiling, mine) else kept}"
-        )
+        out = getattr(args, "out", None)
+        kept = {ceiling: "nothing was written", mine: f"{out} was not written"}
+        finished = f"what was finished by then is in {out or 'the run folder'}"
+        _say(f"anchor: interrupted; {kept.get(args.run, finished)}")
         return 130
     except Exception as error:
         _show_traceback(args)

@@ -502,15 +502,14 @@ def test_nothing_found_is_said(pairs, tmp_path, capsys):
     assert "no negative was found for any query" in told and "train with" not in told
 
 
-def test_interrupted_says_that_nothing_was_written(pairs, tmp_path, capsys, monkeypatch):
+def test_interrupted_says_what_was_not_written(pairs, tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("anchor_embedding.embed.mining.read_pool", interrupted)
     assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err and not [
-        *tmp_path.iterdir()
-    ]
+    assert "none.jsonl was not written" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- documents that were encoded before
