@@ -361,6 +361,8 @@ def mine(args: argparse.Namespace) -> None:
         "instructions": find_instructions(args.instructions),
         "on_bad_row": args.on_bad_row,
         "dtype": args.dtype,
+        "resume": args.resume,
+        "force": args.force,
     }
     mined = mine_negatives(args.source, args.out, args.model, settings, say=_say, **given)
     print(json.dumps(mined.card) if args.json else mined)
@@ -1150,13 +1152,18 @@ def _mine_command(commands) -> None:
     words.add_argument(
         "--corpus",
         type=Path,
-        metavar="FILE",
-        help="further documents: JSONL with `text` (and `title`), or a text a line",
+        metavar="PATH",
+        help="further documents: JSONL with `text` (and `title`), a text a line, or what `anchor "
+        "encode` has made of them with this model",
     )
     instructions_help = (
         "as in the recipe: none, paper, as_released, or a .csv/.toml file (default: none)"
     )
     words.add_argument("--instructions", default="none", metavar="NAME", help=instructions_help)
+    words.add_argument(
+        "--resume", action="store_true", help="go on with what an earlier run had finished"
+    )
+    words.add_argument("--force", action="store_true", help="replace FILE.jsonl if it is there")
     words.add_argument(
         "--on-bad-row",
         choices=("error", "skip"),
@@ -1253,10 +1260,10 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: {stopped}")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        kept = f"what was finished by then is in {getattr(args, 'out', None) or 'the run folder'}"
-        _say(
-            f"anchor: interrupted; {'nothing was written' if args.run in (ceiling, mine) else kept}"
-        )
+        out = getattr(args, "out", None)
+        kept = {ceiling: "nothing was written", mine: f"{out} was not written"}
+        finished = f"what was finished by then is in {out or 'the run folder'}"
+        _say(f"anchor: interrupted; {kept.get(args.run, finished)}")
         return 130
     except Exception as error:
         _show_traceback(args)

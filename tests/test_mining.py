@@ -4,20 +4,27 @@ stays flat, nothing half-written is left.
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from anchor_embedding.cli import main
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.data.sources import read_examples
+from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
-from anchor_embedding.embed.mining import MiningSettings, mine_negatives
+from anchor_embedding.embed.mining import CosineScores, MiningSettings, mine_negatives
+from anchor_embedding.embed.vectors import unit
 from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.stage import train
@@ -105,7 +112,10 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
     ] == sum(not e.negatives for e in examples)
     assert figures["margin"] >= 0.05 * figures["negative_score"] > 0
     # again, over the first result
-    assert main(["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]) == 0
+    again = ["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
+    assert main(again) == 2
+    assert f"{mined} is there already; name another file, or replace" in capsys.readouterr().err
+    assert main([*again, "--force"]) == 0
     assert json.loads(capsys.readouterr().out) == card
 
 
@@ -296,7 +306,8 @@ def encode(texts):
 *sources, out = sys.argv[1:]
 scorer, found = CosineScores(encode, encode, queries=256, documents=512), []
 for source in sources:
-    mine_negatives(source, out, scorer, MiningSettings(range_max=20), progress=False, say=lambda text: None)
+    settings = MiningSettings(range_max=20)
+    mine_negatives(source, out, scorer, settings, force=True, progress=False, say=lambda text: None)
     found.append(most / 1024)
 print(json.dumps(found))
 """
@@ -346,7 +357,8 @@ from anchor_embedding.embed.mining import CosineScores, mine_negatives
 def encode(texts):
     print("encoding", flush=True)
     time.sleep(60)
-mine_negatives(sys.argv[1], sys.argv[2], CosineScores(encode, encode), progress=False)
+scorer = CosineScores(encode, encode)
+mine_negatives(sys.argv[1], sys.argv[2], scorer, force=True, progress=False)
 """
 
 
@@ -373,7 +385,7 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
         (["--model", "no-such-folder/model"], "no-such-folder/model"),
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
         (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),
-        (["--corpus", os.devnull], "there is no text in this file"),
+        (["--corpus", os.devnull], "there is no text in it"),
         (["--corpus", "documents.csv"], "a text a line, not from .csv"),
         (["--corpus", "mined.jsonl"], "the corpus would be replaced"),
         (["--out", "pairs.tsv"], "written as .jsonl or .jsonl.gz"),
@@ -490,12 +502,556 @@ def test_nothing_found_is_said(pairs, tmp_path, capsys):
     assert "no negative was found for any query" in told and "train with" not in told
 
 
-def test_interrupted_says_that_nothing_was_written(pairs, tmp_path, capsys, monkeypatch):
+def test_interrupted_says_what_was_not_written(pairs, tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("anchor_embedding.embed.mining.read_pool", interrupted)
     assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err and not [
-        *tmp_path.iterdir()
+    assert "none.jsonl was not written" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- documents that were encoded before
+
+
+class Steady(Embedder):
+    """The vector of a text is that of its first word, to the last bit: the same in every batch, and
+    texts that share the word tie.
+    """
+
+    encoded = ()
+
+    def encode(self, texts, instruction=None, *_, normalize=False, **__):
+        if isinstance(texts, str):
+            return self.encode([texts], normalize=normalize)[0]
+        self.encoded += (*texts,)
+        vectors = np.stack([self._vector(text) for text in texts])
+        return unit(vectors) if normalize else vectors
+
+    def _vector(self, text):
+        word = (text.casefold().split() or [""])[0]
+        random = np.random.default_rng([*word.encode()])
+        return random.normal(size=self.dimension).astype(np.float32)
+
+
+class SmallBlocks(CosineScores):
+    def __init__(self, encode_query, encode_document, device):
+        super().__init__(encode_query, encode_document, device, queries=7, documents=11)
+
+
+@pytest.fixture(scope="module")
+def steady(base):
+    model = Embedder.from_pretrained(base, dtype="float32")
+    return Steady(model.decoder, model.tokenizer)
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def many_cases(tmp_path_factory):
+    """Two datasets, and 103 documents: of few first words, so that they tie; some of them are a
+    positive, as it is or in another spelling, a query, a negative, another document, or blank.
+    """
+    folder = tmp_path_factory.mktemp("cases")
+    chance = random.Random(0)
+    rows = {
+        name: [
+            {
+                "query": f"w{chance.randrange(12)} question {i // 2}",
+                "positive": f"w{chance.randrange(12)} {name} answer {i % 17}",
+                "negatives": [f"w{chance.randrange(12)} wrong {i % 5}"],
+            }
+            for i in range(40)
+        ]
+        for name in ("one", "two")
+    }
+    for name in rows:
+        write_rows(folder / "pairs" / f"{name}.jsonl", rows[name])
+    texts = [f"w{i % 12} document {i}" for i in range(60)]
+    texts += [rows["one"][i]["positive"] for i in range(12)]
+    texts += [rows["two"][i]["positive"].upper().replace(" ", "  ") for i in range(12)]
+    texts += [rows["one"][i]["query"] for i in range(6)]
+    texts += [rows["two"][i]["negatives"][0] for i in range(4)]
+    texts += ["W3  DOCUMENT 3", "w3 document 3", "", "w3 Document 3", "w3 document 3", " \t"]
+    texts += [f"untitled {i}" for i in range(3)]
+    chance.shuffle(texts)
+    documents = [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)]
+    titled = [row | {"title": "w5"} if row["text"][:8] == "untitled" else row for row in documents]
+    write_rows(folder / "documents.jsonl", titled)
+    return folder
+
+
+def shards(steady, many_cases, out, **settings):
+    settings = CorpusSettings(**({"shard_size": 10} | settings))
+    encode_corpus(steady, many_cases / "documents.jsonl", out, settings, progress=False)
+    return out
+
+
+def outcome(mined):
+    """What must not differ: the file, and the figures."""
+    return mined.out.read_bytes(), mined.card["datasets"], mined.card["fingerprint"]
+
+
+CHOICES = {
+    "top": {"num_negatives": 3, "range_max": 12},
+    "passed over": {"num_negatives": 2, "range_min": 3, "range_max": 9, "relative_margin": None},
+    "random": {"num_negatives": 4, "sampling": "random", "range_max": 40},
+    "limits": {"absolute_margin": 0.1, "max_score": 0.6, "min_score": -0.2},
+    "more than there are": {"num_negatives": 500, "range_max": 500, "relative_margin": None},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("small", [False, True])
+def test_shards_give_what_the_file_gives(steady, many_cases, tmp_path, monkeypatch, choice, small):
+    if small:
+        monkeypatch.setattr("anchor_embedding.embed.mining.CosineScores", SmallBlocks)
+        monkeypatch.setattr("anchor_embedding.embed.mining.PART", 4)
+    vectors = shards(steady, many_cases, tmp_path / "vectors")
+    settings = MiningSettings(**CHOICES[choice])
+    found = {}
+    for corpus in (many_cases / "documents.jsonl", vectors):
+        steady.encoded = ()
+        out = tmp_path / f"{corpus.name}.jsonl"
+        mined = mine_negatives(many_cases / "pairs", out, steady, settings, corpus=corpus, **QUIET)
+        found[corpus] = outcome(mined)
+        assert mined.card["corpus_texts"] == 103
+        assert mined.card["corpus_vectors"] == ("float32" if corpus == vectors else None)
+    assert found[vectors] == found[many_cases / "documents.jsonl"]
+    negatives = {text for e in read_examples(out) for text in e.negatives}
+    assert any("document" in text for text in negatives)
+    if choice == "more than there are":
+        assert {f"w5 untitled {i}" for i in range(3)} < negatives
+    # only what is not in the corpus as it is written there was encoded
+    kept = {row["text"] for row in Corpus(vectors).rows(range(103))}
+    queries = {e.query for e in read_examples(many_cases / "pairs")}
+    assert not kept & {*steady.encoded} - queries
+
+
+def test_bm25_reads_the_texts_of_shards(steady, many_cases, tmp_path):
+    """It has no use for the vectors, so they may be of any model and any instruction."""
+    vectors = shards(steady, many_cases, tmp_path / "vectors", instruction="Find it.")
+    settings = MiningSettings(relative_margin=None)
+    found = []
+    for corpus in (many_cases / "documents.jsonl", vectors):
+        out = tmp_path / f"{corpus.name}.jsonl"
+        mined = mine_negatives(many_cases / "pairs", out, "bm25", settings, corpus, **QUIET)
+        found.append(outcome(mined))
+    assert found[0] == found[1] and found[0][1]["one"]["negatives"] > 100
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"normalize": True}])
+def test_rounded_shards_move_only_what_is_as_good(steady, many_cases, tmp_path, settings):
+    """Half precision changes a cosine by less than 0.002; in place of a negative comes one that
+    scores as much.
+    """
+    vectors = shards(steady, many_cases, tmp_path / "vectors", **settings)
+    mined = [
+        mine_negatives(many_cases / "pairs", tmp_path / f"{i}.jsonl", steady, corpus=c, **QUIET)
+        for i, c in enumerate((many_cases / "documents.jsonl", vectors))
     ]
+    scores = [
+        [
+            [float(unit(steady.encode([e.query]))[0] @ unit(steady.encode([text]))[0])
+             for text in e.negatives]
+            for e in read_examples(one.out)
+        ]
+        for one in mined
+    ]  # fmt: skip
+    assert [*map(len, scores[0])] == [*map(len, scores[1])]
+    assert (
+        max(abs(a - b) for x, y in zip(*scores, strict=True) for a, b in zip(x, y, strict=True))
+        < 0.002
+    )
+    for name in ("positive_score", "negative_score"):
+        first, second = (one.card["datasets"]["two"][name] for one in mined)
+        assert first == pytest.approx(second, abs=0.002)
+
+
+def without_shard(folder):
+    next(iter(sorted(folder.glob("shard-*")))).unlink()
+
+
+def cut_shard(folder):
+    path = sorted(folder.glob("shard-*"))[3]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damaged_inside(folder):
+    path = sorted(folder.glob("shard-*"))[2]
+    data = bytearray(path.read_bytes())
+    data[8:200] = bytes(192)
+    path.write_bytes(data)
+
+
+def no_manifest(folder):
+    (folder / "corpus.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "words"),
+    [
+        ({}, without_shard, "shard 1 of 11 is missing; encode the corpus again with --resume"),
+        ({}, cut_shard, "shard-00003.parquet: "),
+        ({}, damaged_inside, "shard-00002.parquet: "),
+        ({}, no_manifest, "is not a corpus of vectors: it has no corpus.json"),
+        ({"columns": ()}, None, "keeps no column 'text'; encode the corpus into a new folder, with --columns text"),
+        ({"columns": ("id_of",)}, None, "with --columns id_of,text"),
+        ({"instruction": "Find it."}, None, "were encoded with the instruction 'Find it.', and those of one are to be with no instruction"),
+    ],
+)  # fmt: skip
+def test_shards_that_cannot_be_used(steady, many_cases, tmp_path, settings, damage, words):
+    documents = tmp_path / "documents.jsonl"
+    lines = (many_cases / "documents.jsonl").read_text().splitlines()
+    write_rows(documents, [json.loads(line) | {"id_of": "x"} for line in lines])
+    vectors = shards(steady, tmp_path, tmp_path / "vectors", **settings)
+    if damage:
+        damage(vectors)
+    before = {*os.listdir(tmp_path)}
+    with pytest.raises(InputError) as caught:
+        mine_negatives(
+            many_cases / "pairs", tmp_path / "out.jsonl", steady, corpus=vectors, **QUIET
+        )
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert {*os.listdir(tmp_path)} == before
+
+
+def test_shards_of_another_model_are_refused(base, steady, many_cases, tmp_path):
+    vectors = shards(steady, many_cases, tmp_path / "vectors")
+    other = tmp_path / "other"
+    tiny_model("llama", seed=5).save_pretrained(other)
+    tiny_tokenizer("smollm2").save_pretrained(other)
+    shorter = Embedder.from_pretrained(base, max_length=20)
+    plain = Embedder.from_pretrained(base, template="plain")
+    own = CosineScores(steady.encode, steady.encode)
+    cases = {
+        "was encoded by another model": other,
+        "was encoded with max_length 512, and this model reads with 20": shorter,
+        "was encoded with template 'chat', and this model reads with 'plain'": plain,
+        "CosineScores was not loaded as its model": own,
+    }
+    for words, model in cases.items():
+        with pytest.raises(InputError, match=re.escape(words)):
+            mine_negatives(
+                many_cases / "pairs", tmp_path / "x.jsonl", model, corpus=vectors, **QUIET
+            )
+    assert {*os.listdir(tmp_path)} == {"vectors", "other"}
+
+
+def test_the_instruction_of_a_symmetric_dataset(steady, many_cases, tmp_path):
+    """Its documents have one; so must the corpus, and then a dataset without one is refused."""
+    vectors = shards(steady, many_cases, tmp_path / "vectors", instruction="Find it.")
+    pairs = many_cases / "pairs"
+    both = Instructions("test", dict.fromkeys(("one", "two"), ("Find it.",)), {"one", "two"})
+    given = {"corpus": vectors, **QUIET}
+    mine_negatives(pairs, tmp_path / "both.jsonl", steady, instructions=both, **given)
+    first = Instructions("test", both.table, frozenset({"one"}))
+    with pytest.raises(InputError, match="those of two are to be with no instruction"):
+        mine_negatives(pairs, tmp_path / "x.jsonl", steady, instructions=first, **given)
+
+
+def test_the_command_with_shards(pairs, base, tmp_path, capsys):
+    """The model as it is, whose vectors differ in their last digits from batch to batch."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    few = write_rows(tmp_path / "few.jsonl", rows[:25])
+    documents = write_rows(
+        tmp_path / "documents.jsonl", [{"text": row["positive"]} for row in rows[15:75]]
+    )
+    encode = ["encode", str(base), "--in", str(documents), "--out", str(tmp_path / "vectors")]
+    assert main([*encode, "--shard-size", "17", "--dtype", "float32"]) == 0
+    mine = ["mine", str(few), "--model", str(base), "--dtype", "float32", "--relative-margin", "0"]
+    for corpus, out in (("documents.jsonl", "a.jsonl"), ("vectors", "b.jsonl")):
+        words = ["--corpus", str(tmp_path / corpus), "--out", str(tmp_path / out)]
+        assert main([*mine, *words]) == 0
+    found = [read_examples(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert found[0] == [replace(e, dataset=found[0][0].dataset) for e in found[1]]
+    assert sum(len(e.negatives) for e in found[0]) > 20
+    capsys.readouterr()
+    assert main([*mine, "--corpus", str(tmp_path), "--out", str(tmp_path / "c.jsonl")]) == 2
+    assert "is not a corpus of vectors: it has no corpus.json" in capsys.readouterr().err
+
+
+# ---- stopped and started again
+
+# Forks a process for each task, which dies at one of its file operations if the task says so.
+STARTS = """
+import json, os, shutil, signal, sys
+from anchor_embedding.cli import main
+from anchor_embedding.embed import mining
+
+class SmallBlocks(mining.CosineScores):
+    def __init__(self, encode_query, encode_document, device):
+        super().__init__(encode_query, encode_document, device, queries=9, documents=11)
+
+def count(function):
+    def counted(*arguments, **settings):
+        global operations
+        operations += "mined" in str(arguments[0]) or "dir_fd" in settings
+        if operations and operations == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **settings)
+    return counted
+
+def logged(replicas, texts, instruction):
+    with open(log, "a") as file:
+        file.write(json.dumps(texts) + "\\n")
+    return encode_on(replicas, texts, instruction)
+
+mining.CosineScores = SmallBlocks
+mining.PART = 8
+encode_on, mining.encode_on = mining.encode_on, logged
+os.replace = count(os.replace)
+os.unlink = count(os.unlink)
+shutil.rmtree = count(shutil.rmtree)
+operations = 0
+for line in sys.stdin:
+    last, log, arguments = json.loads(line)
+    child = os.fork()
+    if not child:
+        code = main(arguments)
+        with open(log + ".operations", "w") as file:
+            file.write(str(operations))
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def mine_in_process():
+    """A process that has imported everything; called with arguments it gives the exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def call(log, arguments, last=0):
+        process.stdin.write(json.dumps([last, str(log), [*map(str, arguments)]]) + "\n")
+        process.stdin.flush()
+        lines = iter(process.stdout.readline, "")
+        return next(int(line) for line in lines if line.strip().lstrip("-").isdigit())
+
+    yield call
+    process.stdin.close()
+    process.wait(timeout=60)
+
+
+def logged_calls(log):
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture(scope="module")
+def stopped(mine_in_process, base, many_cases, tmp_path_factory):
+    """Mining that dies at its n-th file operation, goes on, and must give what was never stopped."""
+    home = tmp_path_factory.mktemp("stopped")
+    encode = ["encode", base, "--in", many_cases / "documents.jsonl", "--out", home / "vectors"]
+    assert main([*map(str, encode), "--shard-size", "30"]) == 0
+
+    def command(corpus, out, *more):
+        given = ["--corpus", corpus, "--model", base, "--relative-margin", "none", *more]
+        return ["mine", many_cases / "pairs", "--out", out, *given]
+
+    def whole(corpus):
+        folder = home / f"{corpus.name}-whole"
+        out = folder / "mined.jsonl"
+        if not folder.exists():
+            assert mine_in_process(home / "log", command(corpus, out)) == 0
+        return out, int((home / "log.operations").read_text())
+
+    def stop(corpus, last, tmp_path):
+        expected, operations = whole(corpus)
+        last = last % operations + 1
+        out = tmp_path / "mined.jsonl"
+        first, second = (tmp_path / "first.log", tmp_path / "second.log")
+        assert mine_in_process(first, command(corpus, out), last) == -signal.SIGKILL
+        if out.exists():  # all that was left to do was to remove the folder
+            assert mine_in_process(second, command(corpus, out, "--resume")) == 2
+        else:
+            assert mine_in_process(second, command(corpus, out, "--resume")) == 0
+        assert out.read_bytes() == expected.read_bytes()
+        cards = [
+            json.loads(path.with_name("mined.jsonl.card.json").read_text())
+            for path in (out, expected)
+        ]
+        assert cards[0] == cards[1]
+        # what the last call before the end had encoded may be lost, and nothing else
+        assert not {*logged_calls(first)[:-1]} & {*logged_calls(second)}
+        # started once more, it is the same, and nothing is left of any of these
+        assert mine_in_process(second, command(corpus, out, "--resume", "--force")) == 0
+        assert out.read_bytes() == expected.read_bytes()
+        assert not out.with_name(".mined.jsonl.mining").exists()
+        return operations
+
+    stop.corpora = (home / "vectors", many_cases / "documents.jsonl")
+    return stop
+
+
+@pytest.mark.parametrize("last", [3, 6, 9, 14, -8, -4, -3, -2, -1])
+def test_killed_mining_goes_on(stopped, tmp_path, last):
+    stopped(stopped.corpora[0], last, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_killed_at_every_file_operation(stopped, tmp_path, number):
+    corpus = stopped.corpora[number]
+    last = 0
+    while last < stopped(corpus, last, tmp_path / str(last)):
+        last += 1
+    assert last > 25
+
+
+class Interrupts(Steady):
+    calls = 0
+
+    def encode(self, texts, *arguments, **settings):
+        self.calls += not isinstance(texts, str)
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return super().encode(texts, *arguments, **settings)
+
+
+def test_what_was_finished_is_not_mixed(steady, many_cases, tmp_path):
+    """It is left alone unless it is to be gone on with, and gone on with only in the same run."""
+    out = tmp_path / "mined.jsonl"
+    pairs = many_cases / "pairs"
+    said = []
+    given = {"progress": False, "say": said.append}
+    with pytest.raises(KeyboardInterrupt):
+        mine_negatives(pairs, out, Interrupts(steady.decoder, steady.tokenizer), **given)
+    work = tmp_path / ".mined.jsonl.mining"
+    assert said == [f"note: what was finished is in {work}; --resume goes on with it"]
+    kept = {path: path.read_bytes() for path in work.rglob("*.*")}
+    assert len(kept) > 1
+    corpus = many_cases / "documents.jsonl"
+    refused = {
+        "keeps what an earlier run had finished": {},
+        "num_negatives was 5 and is now 4": {"settings": MiningSettings(num_negatives=4)},
+        "corpus was": {"corpus": corpus},
+        "instructions was": {"instructions": Instructions("test", {"one": ("Find it.",)})},
+        "dtype was 'auto' and is now 'float32'": {"dtype": "float32"},
+        "model was 'model' and is now 'bm25'": {"model": "bm25"},
+        "pairs was": {"source": pairs / "one.jsonl"},
+    }
+    for words, changed in refused.items():
+        call = {"source": pairs, "out": out, "model": steady, "resume": bool(changed)} | changed
+        with pytest.raises(InputError, match=re.escape(words)):
+            mine_negatives(**call, **QUIET)
+    assert {path: path.read_bytes() for path in work.rglob("*.*")} == kept
+    mined = mine_negatives(pairs, out, steady, resume=True, **QUIET)
+    whole = mine_negatives(pairs, tmp_path / "whole.jsonl", steady, resume=True, **QUIET)
+    assert outcome(mined) == outcome(whole)
+    assert not work.exists()
+
+
+def test_a_folder_is_not_replaced(pairs, tmp_path, capsys):
+    (tmp_path / "mined.jsonl").mkdir()
+    assert main(["mine", str(pairs), "--out", str(tmp_path / "mined.jsonl"), "--force"]) == 2
+    assert "mined.jsonl is a folder; name a file" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mined.jsonl"]
+
+
+# no file may have more than 5 kB; the vectors have 7 kB
+FULL = """
+import resource, sys
+import numpy as np
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.embed import mining
+def encode_query(texts):
+    return np.ones((len(texts), 8), np.float32)
+def encode(texts):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, resource.RLIM_INFINITY))
+    return np.ones((len(texts), 8), np.float32)
+pairs, out, mining.PART = sys.argv[1], sys.argv[2], int(sys.argv[3])
+try:
+    mining.mine_negatives(pairs, out, mining.CosineScores(encode_query, encode), progress=False)
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("part", "kept"), [(4096, 0), (50, 1)])
+def test_a_full_disk_is_one_line(pairs, tmp_path, part, kept):
+    """Of one file, or of the file of all vectors: then the parts stay."""
+    process = run_python(FULL, pairs, tmp_path / "mined.jsonl", part)
+    out, error = process.communicate(timeout=280)
+    lines = out.splitlines()
+    assert process.returncode == 0 and len(lines) == 1 + kept, error
+    assert "cannot write" in lines[-1] and "free space" in lines[-1].lower()
+    assert os.listdir(tmp_path) == [".mined.jsonl.mining"] * kept
+
+
+FEW_OR_MANY = """
+import json, re, sys, threading, time
+from pathlib import Path
+import numpy as np
+from anchor_embedding.embed import mining
+from anchor_embedding.embed.corpus import CorpusSettings, encode_corpus
+from anchor_embedding.embed.embedder import Embedder
+
+class Quick(Embedder):
+    def encode(self, texts, instruction=None, *_, normalize=False, **__):
+        if isinstance(texts, str):
+            return np.ones(self.dimension, np.float32) / self.dimension**0.5
+        random = np.random.default_rng(len(texts))
+        return random.normal(size=(len(texts), self.dimension)).astype(np.float32)
+
+class SmallBlocks(mining.CosineScores):
+    def __init__(self, encode_query, encode_document, device):
+        super().__init__(encode_query, encode_document, device, queries=256, documents=512)
+
+def watch():
+    global most
+    while True:
+        status = open("/proc/self/status").read()
+        most = max(most, int(re.search(r"RssAnon:\\s*(\\d+) kB", status)[1]))
+        time.sleep(0.002)
+
+most = 0
+mining.CosineScores = SmallBlocks
+threading.Thread(target=watch, daemon=True).start()
+how, base, pairs, *sources = sys.argv[1:]
+model = Embedder.from_pretrained(base, dtype="float32")
+model = Quick(model.decoder, model.tokenizer)
+found = []
+for path in map(Path, sources):
+    shards = path.with_suffix("")
+    if how == "encode":
+        encode_corpus(model, path, shards, CorpusSettings(shard_size=5_000), progress=False)
+    else:
+        corpus = shards if how == "shards" else path
+        out = path.with_name(f"{how}-{shards.name}.jsonl")
+        mining.mine_negatives(pairs, out, model, corpus=corpus, progress=False)
+    found.append(most / 1024)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
+)
+def test_memory_does_not_hold_encoded_documents(base, tmp_path):
+    """180,000 more documents, with 81 MB of texts and 23 MB of vectors: at most 200 bytes for each,
+    where a file of texts takes twice as much and more.
+    """
+    pairs = write_many(tmp_path / "pairs.jsonl", 600, 5)
+    sources = [tmp_path / f"{size}.txt" for size in (20_000, 200_000)]
+    for path in sources:
+        lines = (f"document {i} {'word ' * 80}\n" for i in range(int(path.stem)))
+        path.write_text("".join(lines))
+    more = {}
+    for how in ("encode", "shards", "texts"):
+        process = run_python(FEW_OR_MANY, how, base, pairs, *sources)
+        out, error = process.communicate(timeout=280)
+        assert process.returncode == 0, error
+        few, many = json.loads(out.splitlines()[-1])
+        more[how] = many - few
+    print({how: round(megabytes) for how, megabytes in more.items()})
+    assert 0 < more["shards"] < 36 < 72 < more["texts"]

@@ -296,9 +296,30 @@ class Corpus:
             found |= dict(zip(wanted, rows, strict=True))
         return [found[place] for place in places]
 
+    def column(self, name: str) -> Iterator[tuple[range, list[str | None]]]:
+        "(places, values of a kept column) of each shard, in order. Raises `InputError`."
+        if name not in self.columns:
+            wanted = ",".join([*self.columns, name])
+            raise InputError(
+                f"{self.folder} keeps no column {name!r}; encode the corpus into a new folder, "
+                f"with --columns {wanted}"
+            )
+        for number in range(self._shards()):
+            yield self._places(number), self._read(number, [name])[name].to_pylist()
+
     def reading(self) -> dict:
         "How the model read the documents, as `Embedder.from_pretrained` takes it."
         return {name: self.manifest["text"][name] for name in ("template", "max_length")}
+
+    def check_reading(self, embedder: Embedder) -> None:
+        "Raise `InputError` unless this model reads texts as the documents were read."
+        for name, value in embedder.tokenizer.config().items():
+            before = self.manifest["text"].get(name)
+            if before != value:
+                raise InputError(
+                    f"{self.folder} was encoded with {name} {before!r}, and this model reads with "
+                    f"{value!r}: their vectors cannot be compared; encode the corpus again"
+                )
 
     def check_model(self, embedder: Embedder) -> None:
         "Raise `InputError` unless this model made the vectors."
