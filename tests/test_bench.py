@@ -13,7 +13,7 @@ import torch
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.model.shape import known_configs, shape_from_config
-from anchor_embedding.study import bench
+from anchor_embedding.study import bench, measure, workload
 
 RESULTS = Path(__file__).parent.parent / "nbs" / "results"
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def fastest(rows, side):
 
 @pytest.fixture(scope="module")
 def request_for():
-    with bench.base_model("tiny", CPU) as base:
+    with workload.base_model("tiny", CPU) as base:
         yield lambda pairs: bench.Request(base, CPU, "float32", pairs)
 
 
@@ -80,12 +80,12 @@ def test_a_step_leaves_the_weights_as_they_are(request_for):
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
 def test_memory_does_not_follow_the_batch(request_for, kind):
     _, engine, _ = bench.stage(request_for(4), kind)
-    pairs = bench.drawn_pairs(engine.tokenizer.tokenizer, 256, (8, 0.5), (16, 0.5))
+    pairs = workload.drawn_pairs(engine.tokenizer.tokenizer, 256, (8, 0.5), (16, 0.5))
     added = {}
     for budget in (2048, 10**9):
         engine.objective = replace(engine.objective, token_budget=budget)
         engine.run(pairs[:4])
-        added[budget] = bench.memory_added(lambda: engine.run(pairs), CPU)
+        added[budget] = measure.memory_added(lambda: engine.run(pairs), CPU)
     if None in added.values():
         pytest.skip("this system does not let a process set its high-water mark back")
     assert added[2048] < added[10**9] / 2, added
@@ -95,7 +95,7 @@ def test_a_model_that_does_not_fit_is_refused():
     llama = shape_from_config(known_configs()["meta-llama/Llama-3.1-8B"])
     shape = replace(llama, layers=10_000)
     with pytest.raises(InputError, match="bench a smaller one"):
-        bench.check_room(shape, CPU)
+        workload.check_room(shape, CPU)
 
 
 @pytest.mark.parametrize(
