@@ -564,6 +564,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._difference': ( 'embed/corpus.html#_difference',
                                                                                               'anchor_embedding/embed/corpus.py'),
+                                               'anchor_embedding.embed.corpus._documents_there': ( 'embed/corpus.html#_documents_there',
+                                                                                                   'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._encode_shard': ( 'embed/corpus.html#_encode_shard',
                                                                                                 'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._known_vector': ( 'embed/corpus.html#_known_vector',
