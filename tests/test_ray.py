@@ -54,6 +54,7 @@ ray.init(
 )
 context = ray.data.DataContext.get_current()
 context.enable_progress_bars = False
+context.target_max_block_size = 2**20  # the store is small
 rows = ray.data.read_json(texts, override_num_blocks=8)
 vectors = rows.map_batches(
     Killed,
@@ -70,7 +71,7 @@ ray.shutdown()
 def run_job(home, texts, short) -> subprocess.CompletedProcess:
     """The job in a process of its own, without the network."""
     (home / "job.py").write_text(JOB)
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     return subprocess.run(
         [sys.executable, home / "job.py", home, texts, short],
         env=os.environ | quiet | {"PYTHONPATH": str(ROOT)},
