@@ -118,7 +118,6 @@ def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victi
     words = ["encode", base, "--in", home / "corpus.jsonl", "--out", tmp_path / "vectors"]
     words += ["--dtype", "float32", "--shard-size", "100"]
     job = started(*words, "--nproc", "2")
-    children = []
 
     def shards() -> list[str]:
         return sorted(path.name for path in (tmp_path / "vectors").glob("shard-*.parquet"))

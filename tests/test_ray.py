@@ -72,6 +72,7 @@ def run_job(home, texts, short) -> subprocess.CompletedProcess:
     """The job in a process of its own, without the network."""
     (home / "job.py").write_text(JOB)
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    quiet["RAY_worker_niceness"] = "0"  # on a busy machine Ray's 15 would wait for minutes
     return subprocess.run(
         [sys.executable, home / "job.py", home, texts, short],
         env=os.environ | quiet | {"PYTHONPATH": str(ROOT)},
