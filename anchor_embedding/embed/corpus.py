@@ -158,6 +158,12 @@ def _write_shard(path: Path, documents: list[Document], vectors: np.ndarray, col
         pq.write_table(table, aside, compression="zstd")
 
 
+def _documents_there(folder: Path, sizes: Sequence[int]) -> int:
+    "In the shards that are finished, whoever wrote them."
+    names = {*os.listdir(folder)}
+    return sum(size for number, size in enumerate(sizes) if _shard(folder, number).name in names)
+
+
 def encode_corpus(
     embedder: Embedder,
     source: str | os.PathLike,  # a file or a folder, see `read_documents`
@@ -167,7 +173,8 @@ def encode_corpus(
     batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
     rank: int = 0,  # which of `world` processes this is
     world: int = 1,  # processes that share the shards
-    progress: bool | None = None,  # see `progress_bar`
+    # see `progress_bar`; of several processes the first shows how far all of them are
+    progress: bool | None = None,
 ) -> None:
     """Encode the documents of a corpus into shards. Memory holds a shard at a time. Raises
     `InputError` for bad rows, an id that is there twice, shards of another corpus or model, a full
@@ -186,14 +193,17 @@ def encode_corpus(
     ]
     mine = range(rank, len(sizes), world)
     missing = {number for number in mine if not _shard(folder, number).exists()}
-    total = sum(sizes[number] for number in mine)
-    done = total - sum(sizes[number] for number in missing)
     documents = read_documents(source, settings.columns)
-    with progress_bar(total, "encode", "document", done, progress) as bar:
+    total = overview.documents
+    there = _documents_there(folder, sizes)
+    shown = progress if rank == 0 else False
+    with progress_bar(total, "encode", "document", there, shown) as bar:
         for number, size in enumerate(sizes):
             shard = islice(documents, size)
             if number in missing:
                 _encode_shard(embedder, shard, _shard(folder, number), settings, batch_tokens, bar)
+                # what the other processes have written since
+                bar.update(max(0, _documents_there(folder, sizes) - bar.n))
             else:
                 deque(shard, maxlen=0)
 
