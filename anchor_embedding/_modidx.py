@@ -794,6 +794,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._add_texts': ( 'embed/mining.html#_add_texts',
                                                                                              'anchor_embedding/embed/mining.py'),
+                                               'anchor_embedding.embed.mining._alone': ( 'embed/mining.html#_alone',
+                                                                                         'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._begin': ( 'embed/mining.html#_begin',
                                                                                          'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._cell': ( 'embed/mining.html#_cell',

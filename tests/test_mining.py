@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
@@ -614,15 +615,15 @@ def test_shards_give_what_the_file_gives(steady, many_cases, tmp_path, monkeypat
         monkeypatch.setattr("anchor_embedding.embed.mining.PART", 4)
     vectors = shards(steady, many_cases, tmp_path / "vectors")
     settings = MiningSettings(**CHOICES[choice])
-    found = {}
+    outcomes = {}
     for corpus in (many_cases / "documents.jsonl", vectors):
         steady.encoded = ()
         out = tmp_path / f"{corpus.name}.jsonl"
         mined = mine_negatives(many_cases / "pairs", out, steady, settings, corpus=corpus, **QUIET)
-        found[corpus] = outcome(mined)
+        outcomes[corpus] = outcome(mined)
         assert mined.card["corpus_texts"] == 103
         assert mined.card["corpus_vectors"] == ("float32" if corpus == vectors else None)
-    assert found[vectors] == found[many_cases / "documents.jsonl"]
+    assert outcomes[vectors] == outcomes[many_cases / "documents.jsonl"]
     negatives = {text for e in read_examples(out) for text in e.negatives}
     assert any("document" in text for text in negatives)
     if choice == "more than there are":
@@ -637,12 +638,12 @@ def test_bm25_reads_the_texts_of_shards(steady, many_cases, tmp_path):
     """It has no use for the vectors, so they may be of any model and any instruction."""
     vectors = shards(steady, many_cases, tmp_path / "vectors", instruction="Find it.")
     settings = MiningSettings(relative_margin=None)
-    found = []
+    outcomes = []
     for corpus in (many_cases / "documents.jsonl", vectors):
         out = tmp_path / f"{corpus.name}.jsonl"
         mined = mine_negatives(many_cases / "pairs", out, "bm25", settings, corpus, **QUIET)
-        found.append(outcome(mined))
-    assert found[0] == found[1] and found[0][1]["one"]["negatives"] > 100
+        outcomes.append(outcome(mined))
+    assert outcomes[0] == outcomes[1] and outcomes[0][1]["one"]["negatives"] > 100
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"normalize": True}])
@@ -768,9 +769,9 @@ def test_the_command_with_shards(pairs, base, tmp_path, capsys):
     for corpus, out in (("documents.jsonl", "a.jsonl"), ("vectors", "b.jsonl")):
         words = ["--corpus", str(tmp_path / corpus), "--out", str(tmp_path / out)]
         assert main([*mine, *words]) == 0
-    found = [read_examples(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    assert found[0] == [replace(e, dataset=found[0][0].dataset) for e in found[1]]
-    assert sum(len(e.negatives) for e in found[0]) > 20
+    outcomes = [read_examples(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert outcomes[0] == [replace(e, dataset=outcomes[0][0].dataset) for e in outcomes[1]]
+    assert sum(len(e.negatives) for e in outcomes[0]) > 20
     capsys.readouterr()
     assert main([*mine, "--corpus", str(tmp_path), "--out", str(tmp_path / "c.jsonl")]) == 2
     assert "is not a corpus of vectors: it has no corpus.json" in capsys.readouterr().err
@@ -951,6 +952,20 @@ def test_what_was_finished_is_not_mixed(steady, many_cases, tmp_path):
     assert not work.exists()
 
 
+def test_two_processes_do_not_mine_into_one_file(pairs, tmp_path):
+    work = tmp_path / ".mined.jsonl.mining"
+    work.mkdir()
+    (work / "run.json").write_text("{}")
+    with (
+        FileLock(work / ".lock"),
+        pytest.raises(InputError, match="another process mines into the same file now"),
+    ):
+        mine_negatives(pairs, tmp_path / "mined.jsonl", **QUIET)
+    assert (work / "run.json").read_text() == "{}"
+    mine_negatives(pairs, tmp_path / "mined.jsonl", **QUIET)
+    assert sorted(os.listdir(tmp_path)) == ["mined.jsonl", "mined.jsonl.card.json"]
+
+
 def test_a_folder_is_not_replaced(pairs, tmp_path, capsys):
     (tmp_path / "mined.jsonl").mkdir()
     assert main(["mine", str(pairs), "--out", str(tmp_path / "mined.jsonl"), "--force"]) == 2
@@ -1020,7 +1035,7 @@ threading.Thread(target=watch, daemon=True).start()
 how, base, pairs, *sources = sys.argv[1:]
 model = Embedder.from_pretrained(base, dtype="float32")
 model = Quick(model.decoder, model.tokenizer)
-found = []
+outcomes = []
 for path in map(Path, sources):
     shards = path.with_suffix("")
     if how == "encode":
@@ -1029,8 +1044,8 @@ for path in map(Path, sources):
         corpus = shards if how == "shards" else path
         out = path.with_name(f"{how}-{shards.name}.jsonl")
         mining.mine_negatives(pairs, out, model, corpus=corpus, progress=False)
-    found.append(most / 1024)
-print(json.dumps(found))
+    outcomes.append(most / 1024)
+print(json.dumps(outcomes))
 """
 
 

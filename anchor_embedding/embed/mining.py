@@ -28,6 +28,7 @@ from zipfile import BadZipFile
 import numpy as np
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 
 # %% ../../nbs/embed/50_mining.ipynb #ae57235f
 from .. import __version__
@@ -577,10 +578,10 @@ def _mine_dataset(
                 for part, path in missing:
                     _keep(path, _mine_block(scorer, pool, settings, part))
                     bar.update(len(part))
-    found = [_kept(path) for _, path in blocks]
+    results = [_kept(path) for _, path in blocks]
     counts = {"rows": len(pool.query_of_row), "queries": queries, "documents": documents}
-    negatives = np.concatenate([block["negatives"] for block in found])
-    return negatives, counts | _figures(found)
+    negatives = np.concatenate([block["negatives"] for block in results])
+    return negatives, counts | _figures(results)
 
 
 def _mine_block(
@@ -809,14 +810,34 @@ def _put_together(parts: Iterable[Path], path: Path, packed: bool) -> str:
     digest = hashlib.sha256()
     with _opened(path, packed) as file:
         for part in parts:
-            for line in part.open("rb"):
-                row = json.loads(line.decode("utf-8", "surrogatepass"))
-                digest.update(fingerprint_line(Example(**row)))
-                file.write(line)
+            with part.open("rb") as lines:
+                for line in lines:
+                    row = json.loads(line.decode("utf-8", "surrogatepass"))
+                    digest.update(fingerprint_line(Example(**row)))
+                    file.write(line)
     return digest.hexdigest()[:16]
 
 # %% ../../nbs/embed/50_mining.ipynb #4a8cbdf6
 _RUN = "run.json"
+
+
+@contextmanager
+def _alone(folder: Path):
+    "Context in which no other process works in this folder, which is made. Raises `InputError`."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"{folder}: another process mines into the same file now; wait for it, or name another"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {error}; choose another place") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _finished(folder: Path) -> bool:
@@ -828,7 +849,8 @@ def _finished(folder: Path) -> bool:
 def _begin(folder: Path, run: dict, resume: bool) -> None:
     "Note which run a folder is of, or see that what it keeps is of this one. Raises `InputError`."
     if not _finished(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.glob("[!.]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_text(folder / _RUN, json.dumps(run, indent=1, ensure_ascii=False) + "\n")
         return
     if not resume:
@@ -849,17 +871,18 @@ def _begin(folder: Path, run: dict, resume: bool) -> None:
 def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None]) -> Iterator[Path]:
     "Context that gives the folder of what is finished; after an error it stays."
     folder = out.with_name(f".{out.name}.mining")
-    _begin(folder, run, resume)
-    try:
-        yield folder
-    except BaseException:
-        if _finished(folder):
-            say(f"note: what was finished is in {folder}; --resume goes on with it")
-        else:
-            shutil.rmtree(folder)
-        raise
-    (folder / _RUN).unlink()
-    shutil.rmtree(folder)
+    with _alone(folder):
+        _begin(folder, run, resume)
+        try:
+            yield folder
+        except BaseException:
+            if _finished(folder):
+                say(f"note: what was finished is in {folder}; --resume goes on with it")
+            else:
+                shutil.rmtree(folder)
+            raise
+        (folder / _RUN).unlink()
+        shutil.rmtree(folder)
 
 # %% ../../nbs/embed/50_mining.ipynb #2459633b
 def _read_corpus(
