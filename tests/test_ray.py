@@ -78,7 +78,7 @@ def run_job(home, texts, short) -> subprocess.CompletedProcess:
         env=os.environ | quiet | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
 
 
