@@ -1124,7 +1124,7 @@ def _search_commands(commands) -> None:
         help="through the index of `anchor index`; without it every vector is compared",
     )
     words.add_argument(
-        "--probes", type=int, metavar="N", help="partitions that are looked into (default: 64)"
+        "--probes", type=int, metavar="N", help="partitions that are looked into (default: 128)"
     )
     words.add_argument("--instruction", help="put in front of the questions, as in training")
     words.add_argument("--dtype", **_DTYPE)

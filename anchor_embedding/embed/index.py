@@ -29,7 +29,7 @@ from .vectors import unit
 FOLDER = "index"  # in the corpus' folder
 ABOUT = "index.json"
 TABLE = "documents"
-PROBES = 64  # partitions that a question looks into
+PROBES = 128  # partitions that a question looks into
 CACHE = 2**30  # bytes of the index that are kept in memory
 REFINE = 4  # for each hit, candidates whose vectors are compared in full
 SAMPLE = 64  # vectors of each partition that k-means sees
@@ -116,8 +116,8 @@ def build_index(
     partitions: int | None = None,  # None = the square root of the number of documents
     progress: bool | None = None,  # see `progress_bar`
 ) -> Path:  # its folder
-    """Make the index of a corpus, or make it anew. Memory holds a shard and `SAMPLE` vectors of
-    each partition. A vector of zeros has no direction and will not be found. Raises `InputError`
+    """Make the index of a corpus, or make it anew. The shards are read one after the other.
+    A vector of zeros has no direction and will not be found. Raises `InputError`
     for a damaged shard, a corpus that changes meanwhile, a full disk; an older index stays then.
     """
     if partitions is None:
