@@ -415,6 +415,7 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
     assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-5)
     assert main(words) == 0
     assert "  1.000  d17  " in capsys.readouterr().out
+    check_approximate(capsys, words, found, tmp_path / "two")
 
     assert "is there already" in failure(capsys, "encode", *given, "--out", tmp_path / "one.npy")
     assert "--resume" in failure(capsys, "encode", *given, "--out", tmp_path / "two")
@@ -424,6 +425,30 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
         main(["encode", *given, "--out", str(tmp_path / "two"), "--shard-size", "9", "--resume"])
         == 0
     )
+
+
+def check_approximate(capsys, words, exact, folder):
+    """The same hits through an index, and said to be approximate; bad input is one line."""
+    assert "has no index; make it" in failure(capsys, *words, "--approximate")
+    assert main(["index", str(folder)]) == 0
+    assert f"an index of 40 vectors: {folder / 'index'}" in capsys.readouterr().err
+    assert main([*words, "--approximate"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith(" (approximate)") and "  1.000  d17  " in out
+    assert main([*words, "--approximate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (exact["approximate"], found["approximate"]) == (False, True)
+    for hit, wanted in zip(found["hits"], exact["hits"], strict=True):
+        assert hit == wanted | {"score": pytest.approx(wanted["score"], abs=1e-6)}
+
+    assert "add --approximate" in failure(capsys, *words, "--probes", "3")
+    assert "probes = 0" in failure(capsys, *words, "--approximate", "--probes", "0")
+    assert "top = 0" in failure(capsys, *words, "--approximate", "--top", "0")
+    assert "partitions = 41" in failure(capsys, "index", folder, "--partitions", "41")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lancedb", None)
+        for command in (["index", folder], [*words, "--approximate"]):
+            assert 'pip install "anchor-embedding[search]"' in failure(capsys, *command)
 
 
 def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):

@@ -153,7 +153,7 @@ with LossCurve(seconds=0) as curve:
 LAST = 'print(json.dumps(read_log(folder / "run" / "metrics.jsonl")))'
 SEARCH = """
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.study.search import search_box
+from anchor_embedding.study.search_box import search_box
 widget = search_box(Embedder.from_pretrained(folder / "run" / "final"), [pair.positive for pair in pairs] + ["<i>a & b</i>"], top=2)
 box, shown = widget.children
 for query in ("<i>a & b</i>", " "):

@@ -6,6 +6,7 @@
 __all__ = ['MANIFEST', 'KNOWN_SENTENCE', 'PIECE', 'CorpusSettings', 'encode_corpus', 'Corpus']
 
 # %% ../../nbs/embed/60_corpus.ipynb #8f32bb56
+import hashlib
 import json
 import os
 import time
@@ -237,6 +238,15 @@ def _read_manifest(folder: Path) -> dict:
         raise InputError(f"{path} is damaged ({error}); encode the corpus again") from None
 
 
+def _footer(path: Path) -> bytes:
+    "What a Parquet file says of itself, at its end."
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return file.read(length)
+
+
 class Corpus:
     "A corpus on disk. Raises `InputError` for a shard that is missing or damaged."
 
@@ -292,6 +302,22 @@ class Corpus:
             vectors = self._read(number, ["vector"])["vector"].combine_chunks()
             matrix = vectors.flatten().to_numpy(zero_copy_only=False)
             yield self._places(number), matrix.reshape(-1, self.dimension)
+
+    def tables(self) -> Iterator[pa.Table]:
+        "Id, kept columns and vector of each shard, in order."
+        for number in range(self._shards()):
+            yield self._read(number, ["id", *self.columns, "vector"])
+
+    def state(self) -> str:
+        """A digest that is another one when a shard was made anew: of the manifest, and of the
+        footer of every file, which says where its columns lie and between what values. Raises
+        `InputError`.
+        """
+        digest = hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode())
+        for number in range(self._shards()):
+            self._open(number).close()  # or an error in words
+            digest.update(_footer(_shard(self.folder, number)))
+        return digest.hexdigest()
 
     def rows(
         self,

@@ -28,6 +28,7 @@ def unit(
             "has diverged; lower the learning rate"
         )
     largest = np.abs(vectors).max(axis=1, keepdims=True)
-    scaled = np.divide(vectors, largest, out=np.zeros(vectors.shape, np.float64), where=largest > 0)
+    scaled = np.zeros(vectors.shape, np.float64)
+    np.divide(vectors, largest, out=scaled, where=largest > 0, dtype=np.float64)
     length = np.linalg.norm(scaled, axis=1, keepdims=True)
     return (scaled / np.where(length > 0, length, 1)).astype(np.float32)
