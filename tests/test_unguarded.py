@@ -14,8 +14,9 @@ from anchor_embedding.cli import main
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.objectives.reconstruction import Reconstruction
+from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe import Recipe
-from anchor_embedding.train.stage import train
+from anchor_embedding.train.stage import open_run, train
 
 
 def quiet(text):
@@ -132,3 +133,40 @@ def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monke
     places = [4999, 0, 1023, 1024, 1025, 2047, 2048, 3333, 1]
     assert store.take(places) == [wanted[place] for place in places]
     assert list(store) == wanted
+
+
+def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pairs, tmp_path):
+    """A schedule of warm-up and decay, and gradients of which nothing stays for the next step."""
+    recipe = small(base, pairs, steps=4, warmup_steps=2, max_grad_norm=1e-3)
+    run = open_run(recipe, tmp_path / "run", examples, say=quiet)
+    rates = []
+    real = run.optimizer.step
+
+    def step(*arguments, **settings):
+        (group,) = run.optimizer.param_groups
+        rates.append(group["lr"])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"]])
+        assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+        return real(*arguments, **settings)
+
+    run.optimizer.step = step
+    try:
+        for number in range(4):
+            run.step(number)
+            assert all(p.grad is None for p in run.decoder.parameters())
+    finally:
+        run.close()
+    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3, 1.5e-3])
+
+
+def test_adapters_begin_as_the_seed_says(base, pairs):
+    """The same seed draws the same matrices, another one others."""
+
+    def first_matrix(seed):
+        recipe = small(base, pairs, tuning="lora", seed=seed)
+        embedder, _ = prepare_embedder(recipe, torch.device("cpu"), say=quiet)
+        named = embedder.decoder.named_parameters()
+        return next(weight.detach() for name, weight in named if "lora_A" in name)
+
+    assert torch.equal(first_matrix(1), first_matrix(1))
+    assert not torch.equal(first_matrix(1), first_matrix(2))
