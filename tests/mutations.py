@@ -12,22 +12,21 @@ a notebook runs its own cells in place of its module, so under them no notebook 
 import argparse
 import ast
 import json
+import multiprocessing
 import os
-import queue
+import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from notebook_checks import ROOT, joined, split_source
+from notebook_checks import ROOT, cell_flags, check, joined, set_environment, split_source
 
 LIST = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).with_suffix(".json")
@@ -46,12 +45,6 @@ class Fault:
     @property
     def module(self) -> str:
         return f"anchor_embedding/{self.room}.py"
-
-    @property
-    def command(self) -> list[str]:
-        "The notebook is executed; a test file runs until its first failure."
-        node = f"{self.test}::execute" if self.test.endswith(".ipynb") else self.test
-        return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", node]
 
 
 def read_faults() -> list[Fault]:
@@ -109,7 +102,9 @@ def places(fault: Fault, root: Path = ROOT) -> dict[str, str]:
     }
 
 
-# ---- execution
+# ---- execution, in processes that have the slow imports behind them and a copy each
+
+COPY = Path()  # of this process
 
 
 def git(*words: str) -> str:
@@ -117,65 +112,88 @@ def git(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def finished(process: subprocess.Popen, limit: float) -> bool:
-    "Wait for a process that leads a group; one that takes longer is ended with its group."
-    for patience, number in ((limit, signal.SIGINT), (15, signal.SIGKILL)):
-        try:
-            process.wait(patience)
-            return number == signal.SIGINT
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, number)
-    process.wait()
-    return False
+def enter(copies) -> None:
+    "Make this process one that works in a copy of the commit, and imports from it."
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    global COPY
+    COPY = copies.get()
+    set_environment(COPY.parent / f"scratch-{COPY.name}")
+    os.environ |= {"PYTHONPATH": str(COPY), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(COPY), *(path for path in sys.path if path != str(ROOT))]
+    os.chdir(COPY)
 
 
-def run(fault: Fault, copy: Path, prefix: list[str], limit: float) -> dict:
-    "Run the test of a fault in a copy as it is: what failed, None where nothing did, and seconds."
-    environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    began = time.monotonic()
+def run_notebook(test: str, limit: float) -> tuple[bool, str]:
+    "Whether a notebook of the copy passes, and what it said."
+    found = check(COPY / test, cell_flags(), limit, root=COPY)
+    return found.ok, "\n".join([*found.faults, found.log])
+
+
+def run_pytest(test: str, limit: float) -> tuple[bool, str]:
+    "Whether a test file of the copy passes, until its first failure, and what it said."
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [*prefix, *fault.command, "--notebook-timeout", str(limit)],
-            cwd=copy,
-            env=os.environ | environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ended = finished(process, limit + 60)
+        child = os.fork()
+        if not child:
+            become_pytest(test, log)
+        deadline = time.monotonic() + limit
+        code = None
+        while code is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if ended else None
+        if code is None:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         log.seek(0)
-        output = log.read()
-    if ended and process.returncode not in (0, 1):
-        raise RuntimeError(f"{fault.test} did not run:\n{output[-2000:]}")
-    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
-    killer = failed[1] if failed else f"{fault.test} (its time limit)"
-    why = re.findall(r"^(?:E  +|\w*(?:Error|Exception)\b).*", output, re.MULTILINE)
+        said = log.read()
+    if code not in (0, 1, None):
+        raise RuntimeError(f"{test} did not run:\n{said[-2000:]}")
+    return code == 0, said if code is not None else f"stopped at its time limit of {limit:g} s"
+
+
+def become_pytest(test: str, log) -> None:
+    "In a process of its own, the leader of a group."
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(log.fileno(), number)
+    for name in ("notebook_checks", "mutations"):
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(COPY / "tests"))
+    import pytest
+
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", test])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(fault: Fault, limit: float) -> dict:
+    "Run the test of a fault in the copy as it is: what failed, None where nothing did; seconds; why."
+    began = time.monotonic()
+    way = run_notebook if fault.test.endswith(".ipynb") else run_pytest
+    passed, said = way(fault.test, limit)
+    failed = re.search(r"^FAILED (\S+)", said, re.MULTILINE)
+    why = re.search(r"^(?:E  +|\w*(?:Error|Exception)\b|stopped at).*", said, re.MULTILINE)
     return {
-        "killed_by": None if ended and process.returncode == 0 else killer,
+        "killed_by": None if passed else failed[1] if failed else fault.test,
         "seconds": round(time.monotonic() - began, 1),
-        "why": " ".join(why[0].split())[:120] if why else "",
+        "why": "" if passed else " ".join(why[0].split())[:100] if why else "another output",
     }
 
 
-def run_faulty(fault: Fault, copy: Path, prefix: list[str], limit: float) -> dict:
-    "Put a fault into a copy, run its test, and take it out."
-    before = {name: (copy / name).read_text("utf-8") for name in places(fault, copy)}
+def run_faulty(fault: Fault, limit: float) -> dict:
+    "Put a fault into the copy, run its test, and take it out."
+    faulty = places(fault, COPY)
+    before = {name: (COPY / name).read_text("utf-8") for name in faulty}
     try:
-        for name, text in places(fault, copy).items():
-            (copy / name).write_text(text, "utf-8")
-        return run(fault, copy, prefix, limit)
+        for name, text in faulty.items():
+            (COPY / name).write_text(text, "utf-8")
+        return run(fault, limit)
     finally:
         for name, text in before.items():
-            (copy / name).write_text(text, "utf-8")
-
-
-def copies(folder: Path, number: int) -> queue.Queue:
-    "Clones of the checkout's commit, outside the user's tree."
-    free = queue.Queue()
-    for i in range(number):
-        git("clone", "-q", "--shared", str(ROOT), str(folder / str(i)))
-        free.put(folder / str(i))
-    return free
+            (COPY / name).write_text(text, "utf-8")
 
 
 # ---- results
@@ -208,14 +226,14 @@ def counts(entry: dict | None, fault: Fault) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def write_results(faults: list[Fault], found: dict[str, dict], device: str) -> None:
+def write_results(faults: list[Fault], found: dict[str, dict]) -> None:
     "All that is known of the faults of the list, in its order."
     keys = [key_of(entry_of(fault)) for fault in faults]
     entries = [found[key] for key in keys if key in found]
     killed = sum(entry["killed_by"] is not None for entry in entries)
     about = {
         "command": "python tests/mutations.py",
-        "device": device,
+        "device": f"cpu {platform.machine()}, 1 thread",
         "faults": len(faults),
         "killed": killed,
     }
@@ -231,8 +249,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults with this in their room, words or test")
     parser.add_argument("--all", action="store_true", help="also those that have a result")
     parser.add_argument("--jobs", type=int, default=1, help="tests at the same time")
-    parser.add_argument("--limit", type=float, default=200, help="seconds a test may take")
-    parser.add_argument("--prefix", default="", help='put before every test, such as "nice -n 5"')
+    parser.add_argument("--limit", type=float, default=300, help="seconds a test may take")
     asked = parser.parse_args()
     faults = read_faults()
     found = read_results()
@@ -242,69 +259,43 @@ def main() -> int:
         if asked.only in f"{fault.room} {fault.fault} {fault.test}"
         and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
     ]
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        lives = Session(asked, faults, found, Path(folder)).work(wanted)
-    print(
-        f"{len(wanted)} faults, {len(lives)} live",
-        *(f"  {fault.fault}" for fault in lives),
-        sep="\n",
-    )
+    with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
+        lives = work(wanted, faults, found, Path(folder), asked)
+    print(f"{len(wanted)} faults, {len(lives)} live", *lives, sep="\n  ")
     return 1 if lives else 0
 
 
-class Session:
-    "One call of the command: copies to work in, and results that are written as they come."
+def workers(folder: Path, number: int) -> ProcessPoolExecutor:
+    "Processes with a clone of the checkout's commit each, outside the user's tree."
+    context = multiprocessing.get_context("spawn")
+    copies = context.Queue()
+    for name in map(str, range(number)):
+        git("clone", "-q", "--shared", str(ROOT), str(folder / name))
+        copies.put(folder / name)
+    return ProcessPoolExecutor(number, context, enter, (copies,))
 
-    def __init__(self, asked, faults: list[Fault], found: dict[str, dict], folder: Path):
-        import torch
 
-        from anchor_embedding.common.provenance import device_name
-
-        self.prefix = shlex.split(asked.prefix)
-        self.limit = asked.limit
-        self.jobs = asked.jobs
-        self.faults = faults
-        self.found = found
-        self.free = copies(folder, asked.jobs)
-        self.commit = git("rev-parse", "--short=12", "HEAD")
-        self.device = device_name(torch.device("cpu"))
-        self.lock = threading.Lock()
-
-    def borrowed(self, function, fault: Fault) -> dict:
-        "A function of a fault, in a copy that nobody uses meanwhile."
-        copy = self.free.get()
-        try:
-            return function(fault, copy, self.prefix, self.limit)
-        finally:
-            self.free.put(copy)
-
-    def passes(self, fault: Fault) -> None:
-        "Raise `RuntimeError` where a test fails without any fault."
-        plain = self.borrowed(run, fault)
-        if plain["killed_by"]:
-            raise RuntimeError(f"{fault.test} fails without a fault: {plain['why']}")
-
-    def judge(self, fault: Fault) -> bool:
-        "Try one fault; whether it lives."
-        outcome = self.borrowed(run_faulty, fault)
-        entry = entry_of(fault) | outcome
-        entry |= {"commit": self.commit, "date": time.strftime("%Y-%m-%d")}
-        with self.lock:
-            self.found[key_of(entry)] = entry
-            write_results(self.faults, self.found, self.device)
-        verdict = "LIVES" if entry["killed_by"] is None else "died"
-        print(f"{verdict} {entry['seconds']:5.1f} s  {fault.room}: {fault.fault}  [{entry['why']}]")
-        sys.stdout.flush()
-        return entry["killed_by"] is None
-
-    def work(self, wanted: list[Fault]) -> list[Fault]:
-        "Every test without a fault, then every fault; those that live."
-        each = {fault.test: fault for fault in wanted}
-        with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(self.passes, each.values()))
-            verdicts = list(pool.map(self.judge, wanted))
-        write_results(self.faults, self.found, self.device)
-        return [fault for fault, lives in zip(wanted, verdicts, strict=True) if lives]
+def work(wanted, faults, found, folder, asked) -> list[str]:
+    "Every test without a fault, then every fault, results written as they come; those that live."
+    commit = git("rev-parse", "--short=12", "HEAD")
+    lives = []
+    with workers(folder, asked.jobs) as pool:
+        each = [*{fault.test: fault for fault in wanted}.values()]
+        for fault, plain in zip(each, pool.map(run, each, [asked.limit] * len(each)), strict=True):
+            print(f"{plain['seconds']:6.1f} s  {fault.test}", flush=True)
+            if plain["killed_by"]:
+                raise SystemExit(f"{fault.test} fails without a fault: {plain['why']}")
+        outcomes = pool.map(run_faulty, wanted, [asked.limit] * len(wanted))
+        for fault, outcome in zip(wanted, outcomes, strict=True):
+            entry = entry_of(fault) | outcome
+            entry |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}
+            found[key_of(entry)] = entry
+            write_results(faults, found)
+            verdict = "LIVES" if entry["killed_by"] is None else "died "
+            line = f"{fault.room}: {fault.fault}"
+            print(f"{verdict} {entry['seconds']:5.1f} s  {line}  [{entry['why']}]", flush=True)
+            lives += [line] if entry["killed_by"] is None else []
+    return lives
 
 
 if __name__ == "__main__":

@@ -26,6 +26,20 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
 
 
+def set_environment(scratch: Path) -> None:
+    """For the tests and all their processes: one thread, no model hub, a fixed width, a cache in
+    `scratch` (unless the user names one) and an IPython folder without anyone's profile.
+    """
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "ANCHOR_CACHE": str(scratch / "cache"),
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(IPYTHONDIR=str(scratch / "ipython"), COLUMNS="80")
+
+
 def find_notebooks(folder: Path) -> list[Path]:
     """Every notebook below `folder`, in order; hidden, generated and checkpoint folders are left
     out.
