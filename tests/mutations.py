@@ -11,6 +11,7 @@ a notebook runs its own cells in place of its module, so under them no notebook 
 
 import argparse
 import ast
+import fcntl
 import json
 import multiprocessing
 import os
@@ -226,19 +227,21 @@ def counts(entry: dict | None, fault: Fault) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def write_results(faults: list[Fault], found: dict[str, dict]) -> None:
-    "All that is known of the faults of the list, in its order."
-    keys = [key_of(entry_of(fault)) for fault in faults]
-    entries = [found[key] for key in keys if key in found]
-    killed = sum(entry["killed_by"] is not None for entry in entries)
-    about = {
-        "command": "python tests/mutations.py",
-        "device": f"cpu {platform.machine()}, 1 thread",
-        "faults": len(faults),
-        "killed": killed,
-    }
-    text = json.dumps({"about": about, "faults": entries}, indent=1, ensure_ascii=False)
-    RESULTS.write_text(text + "\n", "utf-8")
+def keep(faults: list[Fault], entry: dict) -> None:
+    "Put an entry beside what is known of the other faults of the list, in its order."
+    with open(LIST) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at other faults
+        found = read_results() | {key_of(entry): entry}
+        keys = [key_of(entry_of(fault)) for fault in faults]
+        entries = [found[key] for key in keys if key in found]
+        about = {
+            "command": "python tests/mutations.py",
+            "device": f"cpu {platform.machine()}, 1 thread",
+            "faults": len(faults),
+            "killed": sum(each["killed_by"] is not None for each in entries),
+        }
+        text = json.dumps({"about": about, "faults": entries}, indent=1, ensure_ascii=False)
+        RESULTS.write_text(text + "\n", "utf-8")
 
 
 # ---- the command
@@ -260,7 +263,7 @@ def main() -> int:
         and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
-        lives = work(wanted, faults, found, Path(folder), asked)
+        lives = work(wanted, faults, Path(folder), asked)
     print(f"{len(wanted)} faults, {len(lives)} live", *lives, sep="\n  ")
     return 1 if lives else 0
 
@@ -275,7 +278,7 @@ def workers(folder: Path, number: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(number, context, enter, (copies,))
 
 
-def work(wanted, faults, found, folder, asked) -> list[str]:
+def work(wanted, faults, folder, asked) -> list[str]:
     "Every test without a fault, then every fault, results written as they come; those that live."
     commit = git("rev-parse", "--short=12", "HEAD")
     lives = []
@@ -289,8 +292,7 @@ def work(wanted, faults, found, folder, asked) -> list[str]:
         for fault, outcome in zip(wanted, outcomes, strict=True):
             entry = entry_of(fault) | outcome
             entry |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}
-            found[key_of(entry)] = entry
-            write_results(faults, found)
+            keep(faults, entry)
             verdict = "LIVES" if entry["killed_by"] is None else "died "
             line = f"{fault.room}: {fault.fault}"
             print(f"{verdict} {entry['seconds']:5.1f} s  {line}  [{entry['why']}]", flush=True)
