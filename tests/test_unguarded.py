@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from anchor_embedding.cli import main
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
+from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe import Recipe
@@ -170,3 +172,21 @@ def test_adapters_begin_as_the_seed_says(base, pairs):
 
     assert torch.equal(first_matrix(1), first_matrix(1))
     assert not torch.equal(first_matrix(1), first_matrix(2))
+
+
+def test_random_negatives_are_other_ones_for_every_query():
+    """Of equal scores: each query's own choice, which its key alone decides."""
+    settings = MiningSettings(num_negatives=3, sampling="random", relative_margin=None)
+    scores = np.tile(np.linspace(0.9, 0.1, 50, dtype=np.float32), (20, 1))
+    ones = np.ones(20, np.float32)
+    chosen, taken = choose_negatives(settings, scores, ones, range(20))
+    assert taken.all() and len({tuple(row) for row in chosen.tolist()}) > 15
+    again, _ = choose_negatives(settings, scores[:1], ones[:1], [7])
+    assert again.tolist() == chosen[7:8].tolist()
+
+
+def test_the_best_documents_are_passed_over_as_asked():
+    settings = MiningSettings(num_negatives=2, range_min=3, range_max=5, relative_margin=None)
+    scores = np.linspace(0.9, 0.1, 10, dtype=np.float32)[None]
+    chosen, taken = choose_negatives(settings, scores, np.ones(1, np.float32), [0])
+    assert chosen.tolist() == [[3, 4]] and taken.all()
