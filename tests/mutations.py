@@ -262,12 +262,14 @@ def main() -> int:
     )
     asked = parser.parse_args()
     asked.trust = True  # TEMPORARY
+    if asked.only == "study/":  # TEMPORARY
+        asked.only = "study/|evaluate/anchors|embed/embedder|decoder's input|pools are|another template|a step late|embed/mining|chains of|embed/search|embed/corpus"  # TEMPORARY
     faults = read_faults()
     found = read_results()
     wanted = [
         fault
         for fault in faults
-        if asked.only in f"{fault.room} {fault.fault} {fault.test}"
+        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in asked.only.split("|"))
         and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:

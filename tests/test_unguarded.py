@@ -16,6 +16,7 @@ from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.objectives.reconstruction import Reconstruction
+from anchor_embedding.train.loop import learning_rate
 from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.stage import open_run, train
@@ -190,3 +191,9 @@ def test_the_best_documents_are_passed_over_as_asked():
     scores = np.linspace(0.9, 0.1, 10, dtype=np.float32)[None]
     chosen, taken = choose_negatives(settings, scores, np.ones(1, np.float32), [0])
     assert chosen.tolist() == [[3, 4]] and taken.all()
+
+
+def test_the_rate_rises_to_its_top_and_falls_until_the_end_of_the_schedule(base, pairs):
+    recipe = small(base, pairs, steps=6, warmup_steps=2, learning_rate=8e-3, schedule_steps=10)
+    rates = [learning_rate(recipe, step) for step in range(6)]
+    assert rates == pytest.approx([4e-3, 8e-3, 8e-3, 7e-3, 6e-3, 5e-3])
