@@ -119,9 +119,18 @@ def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_
         return real(self, decoder, *arguments, **settings)
 
     monkeypatch.setattr(Reconstruction, "watch", watched)
+    trained = []
+    step = Reconstruction.step
+
+    def stepped(self, model, *arguments):
+        trained.append(model.training)
+        return step(self, model, *arguments)
+
+    monkeypatch.setattr(Reconstruction, "step", stepped)
     recipe = small(base, pairs, input_dropout=0.5, anchor_gain_every=1)
     train(recipe, tmp_path / "run", examples, progress=False, say=quiet)
     assert modes and not any(modes)
+    assert trained == [True] * 3
 
 
 def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monkeypatch):
