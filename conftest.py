@@ -3,13 +3,20 @@
 `pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow.
 """
 
-import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from notebook_checks import ROOT, cell_flags, check, find_notebooks, lint, stop_all
+from notebook_checks import (
+    ROOT,
+    cell_flags,
+    check,
+    find_notebooks,
+    lint,
+    set_environment,
+    stop_all,
+)
 
 NBS = ROOT / "nbs"
 
@@ -37,22 +44,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     if not find_notebooks(NBS):
         raise pytest.UsageError(f"no notebook was found below {NBS}")
-    set_environment(config)
-
-
-def set_environment(config):
-    """For the tests and all their processes: one thread, no model hub, a fixed width, a cache of this session (unless
-    the user names one) and an IPython folder without anyone's profile."""
-    for name, value in {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }.items():
-        os.environ.setdefault(name, value)
     scratch = tempfile.TemporaryDirectory(prefix="anchor-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
-    os.environ.setdefault("ANCHOR_CACHE", str(Path(scratch.name) / "cache"))
-    os.environ.update(IPYTHONDIR=str(Path(scratch.name) / "ipython"), COLUMNS="80")
+    set_environment(Path(scratch.name))
 
 
 # ---- notebooks as items

@@ -3,7 +3,9 @@
 nbdev and IPython are imported where they are used, so that collecting tests stays quick."""
 
 import ast
+import base64
 import difflib
+import io
 import json
 import math
 import multiprocessing
@@ -13,11 +15,29 @@ import signal
 import sys
 import tempfile
 import tomllib
+import zlib
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
+
+from PIL import Image, ImageChops
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
+
+
+def set_environment(scratch: Path) -> None:
+    """For the tests and all their processes: one thread, no model hub, a fixed width, a cache in
+    `scratch` (unless the user names one) and an IPython folder without anyone's profile.
+    """
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "ANCHOR_CACHE": str(scratch / "cache"),
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(IPYTHONDIR=str(scratch / "ipython"), COLUMNS="80")
 
 
 def find_notebooks(folder: Path) -> list[Path]:
@@ -172,24 +192,69 @@ def lint(path: Path, pictures: int = 1) -> list[str]:
 # ---- comparison
 
 NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+WHOLE = re.compile(r"[-+]?\d+")
+BITMAPS = ("image/png", "image/jpeg")
+GRID = (32, 32)  # fields in which the light of two pictures is compared
 
 
-def same_text(old: str, new: str, rtol: float = 1e-3, atol: float = 1e-6) -> bool:
-    """Equal words, and numbers equal within the tolerance; how many spaces stand between them does
+def same_number(old: str, new: str, rtol: float = 3e-4) -> bool:
+    """Whole numbers are equal. Others are so near relative to themselves, or one unit apart in the
+    last place shown, where that is a thousandth of them at most.
+    """
+    first = float(old)
+    second = float(new)
+    if old == new or first == second:
+        return True
+    if WHOLE.fullmatch(old) or WHOLE.fullmatch(new):
+        return False
+    unit = max(10.0 ** Decimal(text).as_tuple().exponent for text in (old, new))
+    rounding = 1.01 * unit / max(abs(first), abs(second))
+    return math.isclose(first, second, rel_tol=max(rtol, rounding if rounding <= 1e-3 else 0))
+
+
+def same_text(old: str, new: str) -> bool:
+    """Equal words, and numbers as `same_number` wants them; how many spaces are between them does
     not matter.
     """
     old_parts, new_parts = (NUMBER.split(re.sub(r"[ \t]+", " ", text)) for text in (old, new))
     if old_parts[::2] != new_parts[::2]:
         return False
-    pairs = zip(old_parts[1::2], new_parts[1::2], strict=True)
-    return all(
-        a == b or math.isclose(float(a), float(b), rel_tol=rtol, abs_tol=atol) for a, b in pairs
+    return all(map(same_number, old_parts[1::2], new_parts[1::2]))
+
+
+def picture_of(encoded: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
+
+
+def same_picture(old: str, new: str, tolerance: int = 6) -> bool:
+    "Equal size, and in each field of a coarse grid nearly the same light, of 255."
+    first = picture_of(old)
+    second = picture_of(new)
+    if first.size != second.size:
+        return False
+    coarse = (
+        picture.convert("RGBA").convert("L").resize(GRID, Image.Resampling.BOX)
+        for picture in (first, second)
     )
+    _, most = ImageChops.difference(*coarse).getextrema()
+    return most <= tolerance
+
+
+def same_part(kind: str, old: str, new: str) -> bool:
+    return same_picture(old, new) if kind in BITMAPS else same_text(old, new)
+
+
+def described(kind: str, text: str) -> list[str]:
+    "The lines that a difference shows of an output."
+    if kind not in BITMAPS:
+        return [f"<{kind}>", *text.splitlines()]
+    width, height = picture_of(text).size
+    return [f"<{kind}>", f"({width} × {height} pixels, checksum {zlib.crc32(text.encode()):08x})"]
 
 
 def shown_parts(cell: dict) -> list[tuple[str, str]]:
     """A cell's outputs as (kind, text): printed text in one piece and first (JupyterLab keeps its place among the
-    displayed ones, nbdev does not), pictures by kind only, stderr left out."""
+    displayed ones, nbdev does not), stderr left out."""
     outputs = cell.get("outputs", [])
     streams = [o for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout"]
     parts = [("printed", "".join(joined(o["text"]) for o in streams))] if streams else []
@@ -205,7 +270,7 @@ def shown_parts(cell: dict) -> list[tuple[str, str]]:
                     if isinstance(value, str | list)
                     else json.dumps(value, sort_keys=True)
                 )
-                parts.append((mime, "(a picture)" if is_picture(mime) else text))
+                parts.append((mime, text))
     return [(kind, re.sub(r" at 0x[0-9a-fA-F]+>", ">", text).strip()) for kind, text in parts]
 
 
@@ -214,10 +279,10 @@ def compare_cell(old: dict, new: dict) -> str:
     before = shown_parts(old)
     after = shown_parts(new)
     same = [kind for kind, _ in before] == [kind for kind, _ in after]
-    if same and all(same_text(a, b) for (_, a), (_, b) in zip(before, after, strict=True)):
+    if same and all(same_part(*a, b) for a, (_, b) in zip(before, after, strict=True)):
         return ""
     lines = (
-        [line for kind, text in parts for line in [f"<{kind}>", *text.splitlines()]]
+        [line for kind, text in parts for line in described(kind, text)]
         for parts in (before, after)
     )
     return "\n".join(difflib.unified_diff(*lines, "committed", "executed now", lineterm="", n=2))

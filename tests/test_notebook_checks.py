@@ -1,10 +1,13 @@
 """The checks of the notebooks catch what they are for."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
 import pytest
 from notebook_checks import check, compare_cell, find_notebooks, lint, same_text
+from PIL import Image, ImageDraw
 
 
 def markdown(source):
@@ -68,7 +71,14 @@ def run(path, skip=("slow", "cuda"), timeout=60):
     [
         ("loss 1.2345, 12 texts", "loss 1.2346, 12 texts", True),
         ("loss 1.2345", "loss 1.2445", False),
-        ("2e-8 left", "-3e-8 left", True),
+        ("0.1234, 5.4321", "0.1235, 5.4326", True),
+        ("65536 tokens", "65599 tokens", False),
+        ("12,345 tokens", "12,346 tokens", False),
+        ("loss 1.23456", "loss 1.23567", False),
+        ("loss 0.54", "loss 0.55", False),
+        ("learning rate 2e-07", "learning rate 3e-07", False),
+        ("learning rate 2.5e-07", "learning rate 0.0", False),
+        ("2e-8 left", "-3e-8 left", False),
         ("a   1.0", "a 1.0", True),
         ("1.0 nats", "1.0 bits", False),
         ("(3, 4)", "(3, 4, 5)", False),
@@ -76,15 +86,43 @@ def run(path, skip=("slow", "cuda"), timeout=60):
         ("[1.0, nan]", "[1.0, 2.0]", False),
     ],
 )
-def test_numbers_have_a_tolerance_and_words_have_none(old, new, same):
+def test_whole_numbers_and_words_are_exact_and_others_relative_to_themselves(old, new, same):
     assert same_text(old, new) is same
 
 
-def test_pictures_are_compared_by_kind():
-    old = code("plot()", shown(image_png="AAAA", text_plain="<Figure>"))
-    assert compare_cell(old, code("plot()", shown(image_png="BBBB", text_plain="<Figure>"))) == ""
-    difference = compare_cell(old, code("plot()", shown(text_plain="<Figure>")))
-    assert "-<image/png>" in difference
+def drawn(width=640, height=480, line=0, dots=0):
+    "A plot in PNG: an axis, a line that falls by `line` pixels, and a few black dots."
+    picture = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.rectangle((60, 40, width - 40, height - 60), outline="black")
+    pen.line((60, 100, width - 40, 100 + line), fill="#2a5b94", width=3)
+    for dot in range(dots):
+        pen.point((100 + 7 * dot, 300), fill="black")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_pictures_are_compared_by_size_and_coarse_look():
+    old = code("plot()", shown(image_png=drawn(), text_plain="<Figure>"))
+
+    def difference(**changes):
+        return compare_cell(
+            old, code("plot()", shown(image_png=drawn(**changes), text_plain="<Figure>"))
+        )
+
+    assert difference() == difference(dots=5) == ""
+    assert "-(640 × 480 pixels" in difference(width=641)
+    assert "+(640 × 480 pixels" in difference(line=250)
+    assert "-<image/png>" in compare_cell(old, code("plot()", shown(text_plain="<Figure>")))
+
+
+def test_a_picture_of_one_pixel_is_not_the_plot():
+    file = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(file, "PNG")
+    pixel = base64.b64encode(file.getvalue()).decode()
+    old = code("plot()", shown(image_png=drawn()))
+    assert "+(1 × 1 pixels" in compare_cell(old, code("plot()", shown(image_png=pixel)))
 
 
 def test_printed_parts_are_joined_and_stderr_and_addresses_ignored():

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +14,12 @@ from safetensors.torch import load_file
 from anchor_embedding.cli import main
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
+from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.objectives.reconstruction import Reconstruction
+from anchor_embedding.train.loop import learning_rate
+from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe import Recipe
-from anchor_embedding.train.stage import train
+from anchor_embedding.train.stage import open_run, train
 
 
 def quiet(text):
@@ -115,9 +119,18 @@ def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_
         return real(self, decoder, *arguments, **settings)
 
     monkeypatch.setattr(Reconstruction, "watch", watched)
+    trained = []
+    step = Reconstruction.step
+
+    def stepped(self, model, *arguments):
+        trained.append(model.training)
+        return step(self, model, *arguments)
+
+    monkeypatch.setattr(Reconstruction, "step", stepped)
     recipe = small(base, pairs, input_dropout=0.5, anchor_gain_every=1)
     train(recipe, tmp_path / "run", examples, progress=False, say=quiet)
     assert modes and not any(modes)
+    assert trained == [True] * 3
 
 
 def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monkeypatch):
@@ -132,3 +145,64 @@ def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monke
     places = [4999, 0, 1023, 1024, 1025, 2047, 2048, 3333, 1]
     assert store.take(places) == [wanted[place] for place in places]
     assert list(store) == wanted
+
+
+def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pairs, tmp_path):
+    """A schedule of warm-up and decay, and gradients of which nothing stays for the next step."""
+    recipe = small(base, pairs, steps=4, warmup_steps=2, max_grad_norm=1e-3)
+    run = open_run(recipe, tmp_path / "run", examples, say=quiet)
+    rates = []
+    real = run.optimizer.step
+
+    def step(*arguments, **settings):
+        (group,) = run.optimizer.param_groups
+        rates.append(group["lr"])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"]])
+        assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+        return real(*arguments, **settings)
+
+    run.optimizer.step = step
+    try:
+        for number in range(4):
+            run.step(number)
+            assert all(p.grad is None for p in run.decoder.parameters())
+    finally:
+        run.close()
+    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3, 1.5e-3])
+
+
+def test_adapters_begin_as_the_seed_says(base, pairs):
+    """The same seed draws the same matrices, another one others."""
+
+    def first_matrix(seed):
+        recipe = small(base, pairs, tuning="lora", seed=seed)
+        embedder, _ = prepare_embedder(recipe, torch.device("cpu"), say=quiet)
+        named = embedder.decoder.named_parameters()
+        return next(weight.detach() for name, weight in named if "lora_A" in name)
+
+    assert torch.equal(first_matrix(1), first_matrix(1))
+    assert not torch.equal(first_matrix(1), first_matrix(2))
+
+
+def test_random_negatives_are_other_ones_for_every_query():
+    """Of equal scores: each query's own choice, which its key alone decides."""
+    settings = MiningSettings(num_negatives=3, sampling="random", relative_margin=None)
+    scores = np.tile(np.linspace(0.9, 0.1, 50, dtype=np.float32), (20, 1))
+    ones = np.ones(20, np.float32)
+    chosen, taken = choose_negatives(settings, scores, ones, range(20))
+    assert taken.all() and len({tuple(row) for row in chosen.tolist()}) > 15
+    again, _ = choose_negatives(settings, scores[:1], ones[:1], [7])
+    assert again.tolist() == chosen[7:8].tolist()
+
+
+def test_the_best_documents_are_passed_over_as_asked():
+    settings = MiningSettings(num_negatives=2, range_min=3, range_max=5, relative_margin=None)
+    scores = np.linspace(0.9, 0.1, 10, dtype=np.float32)[None]
+    chosen, taken = choose_negatives(settings, scores, np.ones(1, np.float32), [0])
+    assert chosen.tolist() == [[3, 4]] and taken.all()
+
+
+def test_the_rate_rises_to_its_top_and_falls_until_the_end_of_the_schedule(base, pairs):
+    recipe = small(base, pairs, steps=6, warmup_steps=2, learning_rate=8e-3, schedule_steps=10)
+    rates = [learning_rate(recipe, step) for step in range(6)]
+    assert rates == pytest.approx([4e-3, 8e-3, 8e-3, 7e-3, 6e-3, 5e-3])

@@ -1,0 +1,313 @@
+"""Mutation testing: faults of one line are put into the rooms one at a time, and a test must die of each.
+
+    python tests/mutations.py                   the faults of mutations.toml that have no result yet
+    python tests/mutations.py --only packing    those with that word in their room, words or test
+    python tests/mutations.py --all --jobs 2    every one anew, two at a time
+
+A result counts until the room, its notebook or the test changes; results are kept in mutations.json as
+they come, so that a stopped run goes on. mutmut and cosmic-ray change the module that a test imports;
+a notebook runs its own cells in place of its module, so under them no notebook would ever die.
+"""
+
+import argparse
+import ast
+import fcntl
+import json
+import multiprocessing
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from notebook_checks import ROOT, cell_flags, check, joined, set_environment, split_source
+
+LIST = Path(__file__).with_suffix(".toml")
+RESULTS = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class Fault:
+    "A piece of one line and what is put in its place."
+
+    room: str  # below anchor_embedding, such as "model/packing"
+    fault: str  # in words
+    before: str  # which the room has once
+    after: str
+    test: str  # the quickest that must die: a notebook, or tests/test_x.py::name
+
+    @property
+    def module(self) -> str:
+        return f"anchor_embedding/{self.room}.py"
+
+
+def read_faults() -> list[Fault]:
+    return [Fault(**entry) for entry in tomllib.loads(LIST.read_text("utf-8"))["fault"]]
+
+
+# ---- a fault in its places
+
+
+def changed(fault: Fault, source: str) -> str:
+    """The source of a module, or of the cells exported to it, with the fault. Raises `ValueError`
+    where it does not apply, is no Python or changes nothing.
+    """
+    times = source.count(fault.before)
+    if times != 1 or "\n" in fault.before + fault.after:
+        raise ValueError(f"{fault.room}: {times} times (once is wanted): {fault.before}")
+    faulty = source.replace(fault.before, fault.after)
+    try:
+        same = ast.dump(ast.parse(faulty)) == ast.dump(ast.parse(source))
+    except SyntaxError as error:
+        raise ValueError(f"{fault.room}: {fault.after}: {error}") from None
+    if same:
+        raise ValueError(f"{fault.room}: it changes nothing: {fault.after}")
+    return faulty
+
+
+def notebook_of(module: str) -> str:
+    "The notebook that a module says it is exported from."
+    return re.search(r"File to edit: (?:\.\./)+(nbs/.*\.ipynb)", module)[1]
+
+
+def changed_notebook(fault: Fault, text: str) -> str:
+    "A notebook with the fault in an exported cell."
+    document = json.loads(text)
+    cells = [
+        cell
+        for cell in document["cells"]
+        if cell["cell_type"] == "code"
+        and {"export", "exports", "exporti"} & split_source(cell)[0]
+        and fault.before in joined(cell["source"])
+    ]
+    if len(cells) != 1:
+        raise ValueError(f"{fault.room}: in {len(cells)} exported cells: {fault.before}")
+    cells[0]["source"] = changed(fault, joined(cells[0]["source"]))
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def places(fault: Fault, root: Path = ROOT) -> dict[str, str]:
+    "File → its text with the fault: the module and its notebook. Raises `ValueError`."
+    module = (root / fault.module).read_text("utf-8")
+    notebook = notebook_of(module)
+    return {
+        fault.module: changed(fault, module),
+        notebook: changed_notebook(fault, (root / notebook).read_text("utf-8")),
+    }
+
+
+# ---- execution, in processes that have the slow imports behind them and a copy each
+
+COPY = Path()  # of this process
+
+
+def git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def enter(copies) -> None:
+    "Make this process one that works in a copy of the commit, and imports from it."
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    global COPY
+    COPY = copies.get()
+    set_environment(COPY.parent / f"scratch-{COPY.name}")
+    os.environ |= {"PYTHONPATH": str(COPY), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(COPY), *(path for path in sys.path if path != str(ROOT))]
+    os.chdir(COPY)
+
+
+def run_notebook(test: str, limit: float) -> tuple[bool, str]:
+    "Whether a notebook of the copy passes, and what it said."
+    found = check(COPY / test, cell_flags(), limit, root=COPY)
+    return found.ok, "\n".join([*found.faults, found.log])
+
+
+def run_pytest(test: str, limit: float) -> tuple[bool, str]:
+    "Whether a test file of the copy passes, until its first failure, and what it said."
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        child = os.fork()
+        if not child:
+            become_pytest(test, log)
+        deadline = time.monotonic() + limit
+        code = None
+        while code is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if ended else None
+        if code is None:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        log.seek(0)
+        said = log.read()
+    if code not in (0, 1, None):
+        raise RuntimeError(f"{test} did not run:\n{said[-2000:]}")
+    return code == 0, said if code is not None else f"stopped at its time limit of {limit:g} s"
+
+
+def become_pytest(test: str, log) -> None:
+    "In a process of its own, the leader of a group."
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(log.fileno(), number)
+    for name in ("notebook_checks", "mutations"):
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(COPY / "tests"))
+    import pytest
+
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", test])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(fault: Fault, limit: float) -> dict:
+    "Run the test of a fault in the copy as it is: what failed, None where nothing did; seconds; why."
+    began = time.monotonic()
+    way = run_notebook if fault.test.endswith(".ipynb") else run_pytest
+    passed, said = way(fault.test, limit)
+    failed = re.search(r"^FAILED (\S+)", said, re.MULTILINE)
+    why = re.search(r"^(?:E  +|\w*(?:Error|Exception)\b|stopped at).*", said, re.MULTILINE)
+    return {
+        "killed_by": None if passed else failed[1] if failed else fault.test,
+        "seconds": round(time.monotonic() - began, 1),
+        "why": ""
+        if passed
+        else " ".join(why[0].partition(" in /")[0].split())[:100]
+        if why
+        else "another output",
+    }
+
+
+def run_faulty(fault: Fault, limit: float) -> dict:
+    "Put a fault into the copy, run its test, and take it out."
+    faulty = places(fault, COPY)
+    before = {name: (COPY / name).read_text("utf-8") for name in faulty}
+    try:
+        for name, text in faulty.items():
+            (COPY / name).write_text(text, "utf-8")
+        return run(fault, limit)
+    finally:
+        for name, text in before.items():
+            (COPY / name).write_text(text, "utf-8")
+
+
+# ---- results
+
+
+def read_results() -> dict[str, dict]:
+    "What is known: key of a fault → its entry."
+    if not RESULTS.exists():
+        return {}
+    entries = json.loads(RESULTS.read_text("utf-8"))["faults"]
+    return {key_of(entry): entry for entry in entries}
+
+
+def key_of(entry: dict) -> str:
+    return json.dumps([entry[name] for name in ("file", "before", "after", "test")])
+
+
+def entry_of(fault: Fault) -> dict:
+    values = asdict(fault)
+    return {"file": fault.module} | {key: values[key] for key in values if key != "room"}
+
+
+def counts(entry: dict | None, fault: Fault) -> bool:
+    "Whether a test died of the fault, and nothing that matters has changed since."
+    if entry is None or entry["killed_by"] is None:
+        return False
+    notebook = notebook_of((ROOT / fault.module).read_text("utf-8"))
+    files = [fault.module, notebook, fault.test.partition("::")[0]]
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", entry["commit"], "HEAD", "--", *files]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def keep(faults: list[Fault], entry: dict) -> None:
+    "Put an entry beside what is known of the other faults of the list, in its order."
+    with open(LIST) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at other faults
+        found = read_results() | {key_of(entry): entry}
+        keys = [key_of(entry_of(fault)) for fault in faults]
+        entries = [found[key] for key in keys if key in found]
+        about = {
+            "command": "python tests/mutations.py",
+            "device": f"cpu {platform.machine()}, 1 thread",
+            "faults": len(faults),
+            "killed": sum(each["killed_by"] is not None for each in entries),
+        }
+        text = json.dumps({"about": about, "faults": entries}, indent=1, ensure_ascii=False)
+        RESULTS.write_text(text + "\n", "utf-8")
+
+
+# ---- the command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--only", default="", help="words in room, fault or test, such as loop|mining"
+    )
+    parser.add_argument("--all", action="store_true", help="also those that have a result")
+    parser.add_argument("--jobs", type=int, default=1, help="tests at the same time")
+    parser.add_argument("--limit", type=float, default=300, help="seconds a test may take")
+    parser.add_argument(
+        "--trust", action="store_true", help="the suite is known to pass: only faults"
+    )
+    asked = parser.parse_args()
+    faults = read_faults()
+    found = read_results()
+    wanted = [
+        fault
+        for fault in faults
+        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in asked.only.split("|"))
+        and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
+    ]
+    with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
+        lives = work(wanted, faults, Path(folder), asked)
+    print(f"{len(wanted)} faults, {len(lives)} live", *lives, sep="\n  ")
+    return 1 if lives else 0
+
+
+def workers(folder: Path, number: int) -> ProcessPoolExecutor:
+    "Processes with a clone of the checkout's commit each, outside the user's tree."
+    context = multiprocessing.get_context("spawn")
+    copies = context.Queue()
+    for name in map(str, range(number)):
+        git("clone", "-q", "--shared", str(ROOT), str(folder / name))
+        copies.put(folder / name)
+    return ProcessPoolExecutor(number, context, enter, (copies,))
+
+
+def work(wanted, faults, folder, asked) -> list[str]:
+    "Every test without a fault, then every fault, results written as they come; those that live."
+    commit = git("rev-parse", "--short=12", "HEAD")
+    lives = []
+    with workers(folder, asked.jobs) as pool:
+        each = [] if asked.trust else [*{fault.test: fault for fault in wanted}.values()]
+        for fault, plain in zip(each, pool.map(run, each, [asked.limit] * len(each)), strict=True):
+            print(f"{plain['seconds']:6.1f} s  {fault.test}", flush=True)
+            if plain["killed_by"]:
+                raise SystemExit(f"{fault.test} fails without a fault: {plain['why']}")
+        outcomes = pool.map(run_faulty, wanted, [asked.limit] * len(wanted))
+        for fault, outcome in zip(wanted, outcomes, strict=True):
+            entry = entry_of(fault) | outcome
+            entry |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}
+            keep(faults, entry)
+            verdict = "LIVES" if entry["killed_by"] is None else "died "
+            line = f"{fault.room}: {fault.fault}"
+            print(f"{verdict} {entry['seconds']:5.1f} s  {line}  [{entry['why']}]", flush=True)
+            lives += [line] if entry["killed_by"] is None else []
+    return lives
+
+
+if __name__ == "__main__":
+    sys.exit(main())
