@@ -579,6 +579,7 @@ def export(args: argparse.Namespace) -> None:
         normalize=args.normalize,
         base=args.base,
         push=args.push,
+        onnx=args.format == "onnx",
     )
     _say(f"{folder}: SentenceTransformer({str(folder)!r}) loads it")
 
@@ -944,6 +945,12 @@ def _using_commands(commands) -> None:
         help="scores.json of `anchor eval`, for the model card",
     )
     words.add_argument("--normalize", action="store_true", help="vectors of length 1")
+    words.add_argument(
+        "--format",
+        choices=("sentence-transformers", "onnx"),
+        default="sentence-transformers",
+        help="onnx: with onnx/model.onnx too, for onnxruntime (default: sentence-transformers)",
+    )
     words.add_argument(
         "--base",
         metavar="NAME",
