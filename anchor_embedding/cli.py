@@ -582,6 +582,10 @@ def export(args: argparse.Namespace) -> None:
         onnx=args.format == "onnx",
     )
     _say(f"{folder}: SentenceTransformer({str(folder)!r}) loads it")
+    if args.format == "onnx":
+        from anchor_embedding.embed.onnx import ONNX_FILE
+
+        _say(f"{folder / ONNX_FILE}: onnxruntime runs it")
 
 # %% ../nbs/cli/10_cli.ipynb #c60bd8c0
 def bench(args: argparse.Namespace) -> None:

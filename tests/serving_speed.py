@@ -1,5 +1,6 @@
 """Vectors and times of an exported model on a CPU: our `Embedder`, sentence-transformers and
-onnxruntime, on the same texts, in float32, on one thread, in turns.
+onnxruntime, on the same texts, in float32, on one thread, in turns. Times are the processor's own
+(of this process), which other programs on the machine hardly change.
 
 `python tests/serving_speed.py nbs/results/serving_smollm2.json` writes the record.
 """
@@ -82,9 +83,9 @@ def measure(base, folder, count, rounds):
     )
     texts = real_texts(count)
     queries = [f"Instruct: {QUERY_INSTRUCTION}\nQuery: {text}" for text in texts]
-    start = time.perf_counter()
+    start = time.process_time()
     exported = export_embedder(ours, folder / "model", onnx=True)
-    export_seconds = round(time.perf_counter() - start)
+    export_seconds = round(time.process_time() - start)
     theirs = SentenceTransformer(str(exported), device="cpu", model_kwargs={"dtype": "float32"})
     graph = OnnxEmbedder(exported, torch.get_num_threads())
     programs = {
@@ -103,9 +104,9 @@ def measure(base, folder, count, rounds):
         }
     for _ in range(rounds):
         for name, encode in programs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             encode(texts)
-            seconds[name].append(round((time.perf_counter() - start) / len(texts), 4))
+            seconds[name].append(round((time.process_time() - start) / len(texts), 4))
     sizes = {
         "model.safetensors": megabytes(exported / "model.safetensors"),
         ONNX_FILE: megabytes(exported / "onnx"),

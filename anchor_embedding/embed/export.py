@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from .onnx import check_packages, write_onnx
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment
 from markupsafe import Markup
@@ -26,6 +25,7 @@ from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
 from .encoders import model_revision
+from .onnx import check_packages, write_onnx
 from ..model.base import NAME as SMOLLM2
 from ..model.base import resolve_base
 from ..model.text import TextTokenizer, format_instruction
