@@ -2,7 +2,8 @@
 onnxruntime, on the same texts, in float32, on one thread, in turns. Times are the processor's own
 (of this process), which other programs on the machine hardly change.
 
-`python tests/serving_speed.py nbs/results/serving_smollm2.json` writes the record.
+`python tests/serving_speed.py MODEL nbs/results/serving_smollm2.json` writes the record of a model
+that was exported with its ONNX graph.
 """
 
 import argparse
@@ -10,7 +11,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,11 +24,10 @@ from tokenizers import Tokenizer
 from anchor_embedding.common.provenance import device_name, installed_versions, source_commit
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.embed.export import QUERY_INSTRUCTION, export_embedder
+from anchor_embedding.embed.export import QUERY_INSTRUCTION
 from anchor_embedding.embed.onnx import ONNX_FILE
 
 PACKAGES = ("python", "torch", "transformers", "sentence_transformers", "onnxruntime", "onnxscript")
-MAX_LENGTH = 512
 
 
 class OnnxEmbedder:
@@ -60,7 +59,7 @@ class OnnxEmbedder:
 
 
 def real_texts(count):
-    """Docstrings, and long ones of several joined; the last is longer than `MAX_LENGTH` tokens."""
+    """Docstrings, and long ones of several joined; the last is longer than any `max_length`."""
     found = docstring_pairs(packages=["numpy"], heldout=[], cache=False, workers=1).train
     texts = [pair.positive for pair in found[:: len(found) // count][:count]]
     return [*texts, "\n".join(texts[:4]), "\n".join(pair.positive for pair in found[:100])]
@@ -76,18 +75,13 @@ def megabytes(path):
     return round(sum(file.stat().st_size for file in files if file.is_file()) / 1e6, 1)
 
 
-def measure(base, folder, count, rounds):
+def measure(folder, count, rounds):
     """The record: least cosines to `Embedder`, seconds a text, megabytes."""
-    ours = Embedder.from_pretrained(
-        base, dtype="float32", device="cpu", template="chat", max_length=MAX_LENGTH
-    )
+    ours = Embedder.from_pretrained(folder, dtype="float32", device="cpu")
     texts = real_texts(count)
     queries = [f"Instruct: {QUERY_INSTRUCTION}\nQuery: {text}" for text in texts]
-    start = time.process_time()
-    exported = export_embedder(ours, folder / "model", onnx=True)
-    export_seconds = round(time.process_time() - start)
-    theirs = SentenceTransformer(str(exported), device="cpu", model_kwargs={"dtype": "float32"})
-    graph = OnnxEmbedder(exported, torch.get_num_threads())
+    theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
+    graph = OnnxEmbedder(folder, torch.get_num_threads())
     programs = {
         "Embedder": ours.encode,
         "sentence-transformers": lambda texts: theirs.encode(texts, batch_size=8),
@@ -108,8 +102,8 @@ def measure(base, folder, count, rounds):
             encode(texts)
             seconds[name].append(round((time.process_time() - start) / len(texts), 4))
     sizes = {
-        "model.safetensors": megabytes(exported / "model.safetensors"),
-        ONNX_FILE: megabytes(exported / "onnx"),
+        "model.safetensors": megabytes(folder / "model.safetensors"),
+        ONNX_FILE: megabytes(folder / "onnx"),
     }
     tokens = [len(text) for text in ours.tokenizer(texts)]
     return {
@@ -121,26 +115,23 @@ def measure(base, folder, count, rounds):
             "dtype": "float32",
             "versions": installed_versions(*PACKAGES),
         },
-        "base": base,
         "texts": len(texts),
         "tokens": {"least": min(tokens), "mean": round(np.mean(tokens), 1), "most": max(tokens)},
         "least_cosine": cosines,
         "seconds_a_text": seconds,
         "megabytes": sizes,
-        "export_seconds": export_seconds,
     }
 
 
 def main():
     words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("model", type=Path)
     words.add_argument("out", type=Path)
-    words.add_argument("--base", default="SmolLM2-135M-Instruct")
     words.add_argument("--texts", type=int, default=46)
     words.add_argument("--rounds", type=int, default=3)
     given = words.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        record = measure(given.base, Path(folder), given.texts, given.rounds)
+    record = measure(given.model, given.texts, given.rounds)
     given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
