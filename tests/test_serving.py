@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from serving_speed import OnnxEmbedder, least_cosine, measure
+from serving_speed import OnnxEmbedder, least_cosine
 from transformers import AutoTokenizer
 
 from anchor_embedding.cli import main
@@ -179,11 +179,3 @@ def test_a_missing_package_is_named_first(tmp_path, monkeypatch):
     ):
         export_embedder(make(), tmp_path / "model", onnx=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_record_of_times_and_cosines(exported):
-    record = measure(exported[1], 6, 1)
-    assert record["tokens"]["most"] == MAX_LENGTH
-    for name in ("sentence-transformers", "onnxruntime"):
-        assert min(record["least_cosine"][name].values()) > 0.999
-    assert {len(times) for times in record["seconds_a_text"].values()} == {1}
