@@ -610,8 +610,13 @@ def export(args: argparse.Namespace) -> None:
         normalize=args.normalize,
         base=args.base,
         push=args.push,
+        onnx=args.format == "onnx",
     )
     _say(f"{folder}: SentenceTransformer({str(folder)!r}) loads it")
+    if args.format == "onnx":
+        from anchor_embedding.embed.onnx import ONNX_FILE
+
+        _say(f"{folder / ONNX_FILE}: onnxruntime runs it")
 
 # %% ../nbs/cli/10_cli.ipynb #c60bd8c0
 def bench(args: argparse.Namespace) -> None:
@@ -975,6 +980,12 @@ def _using_commands(commands) -> None:
         help="scores.json of `anchor eval`, for the model card",
     )
     words.add_argument("--normalize", action="store_true", help="vectors of length 1")
+    words.add_argument(
+        "--format",
+        choices=("sentence-transformers", "onnx"),
+        default="sentence-transformers",
+        help="onnx: with onnx/model.onnx too, for onnxruntime (default: sentence-transformers)",
+    )
     words.add_argument(
         "--base",
         metavar="NAME",

@@ -147,7 +147,7 @@ def test_wheel_metadata(wheel):
     data = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
     assert (data["Name"], data["License-Expression"]) == (settings()["name"], settings()["license"])
     assert data["Requires-Python"] == f">={settings()['min_python']}"
-    assert set(data.get_all("Provides-Extra")) == {"dev", "flash", "liger", "ray", "search"}
+    assert set(data.get_all("Provides-Extra")) == {"dev", "flash", "liger", "onnx", "ray", "search"}
     wanted = {line.replace(" ", "") for line in entries("requirements")}
     assert {line for line in data.get_all("Requires-Dist") if "extra" not in line} == wanted
     assert "anchor = anchor_embedding.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()

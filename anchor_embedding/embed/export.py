@@ -25,6 +25,7 @@ from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
 from .encoders import model_revision
+from .onnx import check_packages, write_onnx
 from ..model.base import NAME as SMOLLM2
 from ..model.base import resolve_base
 from ..model.text import TextTokenizer, format_instruction
@@ -647,9 +648,14 @@ def export_embedder(
     base: str | None = None,  # the base's name on the hub, where it was loaded from a folder
     license: str | None = None,  # of the base, where it is not found
     push: str | None = None,  # "owner/name": upload it there too, privately
+    onnx: bool = False,  # with the model's graph in onnx/model.onnx; see `write_onnx`
 ) -> Path:  # `folder`
     "Write a sentence-transformers model that gives our vectors by itself. Raises `InputError`."
     folder = _free_folder(folder)
+    if onnx:
+        check_packages()
+    if onnx and adapter:
+        raise InputError("an ONNX graph holds merged weights; leave out adapter, or onnx")
     source = None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
     scores = read_scores(scores) if scores else None
     if scores:
@@ -685,6 +691,8 @@ def export_embedder(
         _write_tokenizers(embedder.tokenizer, padding_side, aside)
         write_settings(embedder, aside)
         _write_files(aside, files)
+        if onnx:
+            write_onnx(aside)
     if push:
         push_to_hub(folder, push)
     return folder
