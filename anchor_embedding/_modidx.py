@@ -691,6 +691,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._quoted': ( 'embed/export.html#_quoted',
                                                                                           'anchor_embedding/embed/export.py'),
+                                               'anchor_embedding.embed.export._readable_config': ( 'embed/export.html#_readable_config',
+                                                                                                   'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._results': ( 'embed/export.html#_results',
                                                                                            'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._settled': ( 'embed/export.html#_settled',

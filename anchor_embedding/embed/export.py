@@ -237,11 +237,25 @@ def _write_weights(
             "the base of this adapter is a folder here, which nobody else has: name "
             "it on the hub with base=…, or push it merged"
         )
-    if (folder / "config.json").exists():  # TEI reads a number there, or nothing
-        _edit_json(
-            folder / "config.json",
-            lambda values: {k: v for k, v in values.items() if (k, v) != ("pad_token_id", None)},
-        )
+    if (folder / "config.json").exists():
+        _edit_json(folder / "config.json", _readable_config)
+
+
+def _readable_config(config: dict) -> dict:
+    """A model's configuration as other programs read it. transformers 4 knows the rotary angles as
+    `rope_theta` and `rope_scaling` alone, and would take its default without a word.
+    """
+    readable = {k: v for k, v in config.items() if (k, v) != ("pad_token_id", None)}  # TEI
+    rope = config.get("rope_parameters") or {}
+    if "sliding_attention" in rope:
+        readable["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        readable["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if scaling.get("rope_type", "default") != "default":
+            readable["rope_scaling"] = scaling
+    return readable
 
 
 def _edit_json(path: Path, change) -> None:
