@@ -23,7 +23,9 @@ for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embeddi
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests were started with nohup
+# ignored where the tests were started with nohup, or in the background of a shell
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def act(task):

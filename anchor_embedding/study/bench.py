@@ -284,10 +284,10 @@ def take_turns(
     for number in range(rounds):
         results = {}
         names = list(contest.sides)
+        peak = matmul_peak(contest.device, contest.dtype)
         for name in reversed(names) if number % 2 else names:
             run = partial(contest.sides[name], contest.work)
             added = memory_added(run, contest.device)
-            peak = matmul_peak(contest.device, contest.dtype)
             results[name], times = timed(run, contest.device)
             figures = {key: value for key, value in results[name].items() if key != "vectors"}
             row = {"round": number, "side": name, "memory_added": added, "matmul_peak": peak}
