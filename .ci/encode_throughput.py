@@ -29,7 +29,7 @@ from anchor_embedding.embed.embedder import Embedder, load_embedder
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.text import TextTokenizer
-from anchor_embedding.study.bench import drawn_lengths, plain_words
+from anchor_embedding.study.workload import drawn_lengths, plain_words
 
 PROCESSES = 2
 DTYPES = {"tiny": "float32", "smollm2": "bfloat16"}
