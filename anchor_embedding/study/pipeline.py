@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_LOSSES', 'same_text', 'without_texts', 'SplitPairs', 'even_sample', 'group_sample', 'split_by_package',
            'split_by_document', 'split_pairs', 'split_folder', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder',
-           'mean_of', 'claim_folder', 'collect', 'example_searches', 'run_pipeline', 'saying', 'collect_seeds',
-           'finish', 'remembering', 'all_ranks', 'ranks_by_seed', 'untouched', 'report_card']
+           'mean_of', 'claim_folder', 'collect', 'example_searches', 'base_embedder', 'measured_work', 'run_pipeline',
+           'run_arms', 'work_of_folders', 'HeldoutEvaluation', 'collect_seeds', 'finish', 'loading', 'remembering',
+           'all_ranks', 'ranks_by_seed', 'untouched', 'report_card']
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
@@ -15,16 +16,19 @@ import platform
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from .. import __version__
 from ..common.errors import InputError, Stopped
 from ..common.files import write_text
+from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.docstrings import docstring_pairs, heldout_part
 from ..data.examples import Example
@@ -32,6 +36,15 @@ from ..data.sources import read_examples
 from ..embed.embedder import Embedder
 from ..evaluate.retrieval import HeldoutRetrieval, connected
 from ..model.base import resolve_base
+from ..model.shape import read_shape
+from anchor_embedding.study.duration import (
+    Job,
+    Work,
+    in_words,
+    pipeline_work,
+    reading_speed,
+    work_done,
+)
 from anchor_embedding.study.report import (
     findings,
     headline,
@@ -40,7 +53,7 @@ from anchor_embedding.study.report import (
     results_table,
 )
 from ..train.prepare import prepare_tokenizer
-from ..train.recipe import Pipeline
+from ..train.recipe import Pipeline, Recipe
 from ..train.recipe_files import load_recipe
 from ..train.stage import train
 
@@ -241,12 +254,14 @@ def run_arm(
     evaluate: Callable[[Embedder], dict],
     progress: bool | None = None,
     say: Callable[[str], None] = print,
+    # called with the name of the stage and each line of its metrics.jsonl
+    on_step: Callable[[str, dict], None] | None = None,
 ) -> dict[str, Path]:  # stage → its run folder
     """Train the stages of an arm one after the other; what is finished is not done again, what has
     a checkpoint goes on from it.
     """
     folders = {stage: out / "runs" / f"{arm}-{stage}" for stage in pipeline.arms[arm]}
-    for recipe, folder in zip(pipeline.arm(arm), folders.values(), strict=True):
+    for stage, recipe, folder in zip(folders, pipeline.arm(arm), folders.values(), strict=True):
         if not (out / arm).exists() and not (folder / "final").exists():
             recipe = recipe.replace(name=folder.name, base=str(base))
             if (folder / "recipe.toml").exists() and (
@@ -265,6 +280,7 @@ def run_arm(
                     progress=progress,
                     say=say,
                     heldout=watched,
+                    on_step=partial(on_step, stage) if on_step else None,
                 )
             except Stopped as stopped:
                 stopped.remedy = "the same command goes on from there"
@@ -387,6 +403,29 @@ def example_searches(
     ]
 
 # %% ../../nbs/study/50_pipeline.ipynb #450b951b
+def base_embedder(recipe: Recipe, base: str | Path) -> Embedder:
+    "An untouched model as a recipe starts with it."
+    settings = {key: getattr(recipe, key) for key in ("template", "max_length", "pooling")}
+    return Embedder.from_pretrained(
+        base, dtype=recipe.dtype, attention=recipe.attention, **settings
+    )
+
+
+def measured_work(
+    pipeline: Pipeline,
+    base: str,  # folder
+    pairs: SplitPairs,
+    heldout: HeldoutRetrieval,
+) -> tuple[Work, float]:  # and the operations a second of this machine
+    "How much there is to do, and how fast this machine is, from encoding 48 texts."
+    embedder = base_embedder(next(iter(pipeline.stages.values())), base)
+    shape = read_shape(base)
+    texts = [*heldout.queries, *heldout.documents]
+    work = pipeline_work(pipeline, embedder, shape, pairs.train, texts)
+    some = random.Random(0).sample(texts, min(48, len(texts)))
+    return work, reading_speed(embedder, shape, some)
+
+
 def run_pipeline(
     pipeline: Pipeline | str,  # a pipeline or the name of a shipped one
     out: str | Path,  # folder for models, runs and report
@@ -399,6 +438,7 @@ def run_pipeline(
     out = Path(out)
     first = next(iter(pipeline.stages.values()))
     numbers = seed_numbers(first.seed, seeds)
+    places = {seed: seed_folder(out, seed, first.seed) for seed in numbers}
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
     for recipe in pipeline.stages.values():
         # raises before the first arm is trained what would stop a later one
@@ -411,15 +451,7 @@ def run_pipeline(
     )
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
     timing = {"data": round(time.perf_counter() - began, 1)}
-    evaluate = saying(heldout, say)
-    folders = {seed: {} for seed in numbers}
-    for seed in numbers:
-        place = seed_folder(out, seed, first.seed)
-        same = of_seed(pipeline, seed)
-        folders[seed] = {
-            arm: run_arm(same, arm, place, base.path, pairs, evaluate, progress, say)
-            for arm in pipeline.arms
-        }
+    folders, models = run_arms(pipeline, places, base.path, pairs, heldout, progress, say)
     report = {
         "name": pipeline.name,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -427,34 +459,99 @@ def run_pipeline(
         "seeds": numbers,
     }
     report |= collect_seeds(pipeline, folders)
-    models = {arm: remembering(Embedder.from_pretrained(out / arm).encode) for arm in pipeline.arms}
+    evaluate = HeldoutEvaluation(heldout, say)
     report |= {"base": untouched(pipeline, base.path, report, evaluate), "bm25": heldout.bm25()}
-    report["examples"] = example_searches(heldout, models)
+    report["examples"] = example_searches(heldout, models[first.seed])
     report["clusters"] = heldout.clusters
-    report["ranks"] = ranks_by_seed(
-        heldout, models, {seed: seed_folder(out, seed, first.seed) for seed in numbers}
-    )
+    report["ranks"] = ranks_by_seed(heldout, models)
     report["card"] = report_card(pipeline, pairs, folders[first.seed], base.source)
     report["timing"] = timing | report["timing"]
     report["seconds"] = round(time.perf_counter() - began, 1)
     return finish(report, out, say)
 
+
+def run_arms(
+    pipeline: Pipeline,
+    places: Mapping[int, Path],  # seed → folder
+    base: str,  # folder
+    pairs: SplitPairs,
+    heldout: HeldoutRetrieval,
+    progress: bool | None,
+    say: Callable[[str], None],
+) -> tuple[dict, dict]:  # seed → arm → its run folders by stage; seed → arm → texts → (n, d)
+    "Train every arm with every seed, under one bar that shows what is left of all of it."
+    work, speed = measured_work(pipeline, base, pairs, heldout)
+    whole = len(places) * work.of_pipeline(pipeline)
+    done = work_of_folders(pipeline, places, work)
+    say(
+        f"about {in_words((whole - done) / speed)} on this machine, from its speed with "
+        f"{counted(torch.get_num_threads(), 'thread')}"
+    )
+    folders = {seed: {} for seed in places}
+    models = {seed: {} for seed in places}
+    start = 100 * done / whole
+    with progress_bar(100, pipeline.name, "%", initial=start, progress=progress) as bar:
+        job = Job(work, whole, bar)
+        for seed, place in places.items():
+            same = of_seed(pipeline, seed)
+            for arm in pipeline.arms:
+                evaluate = HeldoutEvaluation(heldout, say, job)
+                folders[seed][arm] = run_arm(
+                    same,
+                    arm,
+                    place,
+                    base,
+                    pairs,
+                    evaluate,
+                    False,
+                    say,
+                    partial(job.step, words=arm),
+                )
+                models[seed][arm] = remembering(loading(place / arm), evaluate.known)
+    return folders, models
+
+
+def work_of_folders(
+    pipeline: Pipeline, places: Mapping[int, Path], work: Work
+) -> float:  # operations
+    "What an earlier start of a pipeline has done."
+    done = 0.0
+    for place in places.values():
+        for arm, stages in pipeline.arms.items():
+            for stage in stages:
+                folder = place / "runs" / f"{arm}-{stage}"
+                done += work_done(work, stage, pipeline.stages[stage], folder)
+    return done
+
 # %% ../../nbs/study/50_pipeline.ipynb #f5991e05
-def saying(heldout: HeldoutRetrieval, say: Callable[[str], None]) -> Callable[[Embedder], dict]:
+class HeldoutEvaluation:
     """What `train` calls at every evaluation: held-out figures with the seconds they took, and a
     line for the user.
     """
 
-    def evaluate(embedder: Embedder) -> dict:
+    def __init__(
+        self,
+        heldout: HeldoutRetrieval,
+        say: Callable[[str], None],
+        job: Job | None = None,  # that moves on with every evaluation
+    ):
+        self.heldout = heldout
+        self.say = say
+        self.job = job
+        self.known = {}  # text → its vector, of the last evaluation
+
+    def __call__(self, embedder: Embedder) -> dict:
         start = time.perf_counter()
-        figures = heldout(embedder.encode) | {"seconds": round(time.perf_counter() - start, 1)}
-        say(
+        self.known = {}
+        encode = remembering(partial(embedder.encode, progress=False), self.known)
+        figures = self.heldout(encode) | {"seconds": round(time.perf_counter() - start, 1)}
+        self.say(
             f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}, recall@1 "
             f"{figures['recall_at_1']:.3f}, MRR {figures['mrr']:.3f}"
         )
+        if self.job:
+            self.job.evaluated()
         return figures
-
-    return evaluate
 
 
 def collect_seeds(pipeline: Pipeline, folders: dict[int, dict]) -> dict:
@@ -485,9 +582,22 @@ def finish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     return report
 
 # %% ../../nbs/study/50_pipeline.ipynb #b02a1072
-def remembering(encode: Callable) -> Callable:  # texts → (n, d)
+def loading(folder: Path) -> Callable:  # texts → (n, d)
+    "`encode` of a saved model that is loaded when it is first needed."
+
+    @cache
+    def embedder():
+        return Embedder.from_pretrained(folder)
+
+    return lambda texts: embedder().encode(texts)
+
+
+def remembering(
+    encode: Callable,  # texts → (n, d)
+    known: dict[str, np.ndarray] | None = None,  # vectors that are there already, and new ones
+) -> Callable:  # texts → (n, d)
     "`encode`, but every text only once."
-    known = {}
+    known = {} if known is None else known
 
     def encode_new(texts):
         new = [text for text in dict.fromkeys(texts) if text not in known]
@@ -509,21 +619,16 @@ def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[st
 
 
 def ranks_by_seed(
-    heldout: HeldoutRetrieval, models: dict[str, Callable], places: dict[int, Path]
+    heldout: HeldoutRetrieval,
+    models: dict[int, dict[str, Callable]],  # seed → arm → texts → (n, d)
 ) -> dict:
     "`all_ranks`; with several seeds an arm has its ranks by seed."
-    first, *others = places
-    ranks = all_ranks(heldout, models)
-    if not others:
-        return ranks
-    by_seed = {arm: {str(first): ranks[arm]} for arm in models}
-    for seed in others:
-        for arm in models:
-            encode = Embedder.from_pretrained(places[seed] / arm).encode
-            by_seed[arm][str(seed)] = heldout.ranks(
-                encode(heldout.queries), encode(heldout.documents)
-            )
-    return ranks | by_seed
+    ranks = {str(seed): all_ranks(heldout, arms) for seed, arms in models.items()}
+    first = next(iter(ranks.values()))
+    if len(ranks) == 1:
+        return first
+    arms = next(iter(models.values()))
+    return first | {arm: {seed: found[arm] for seed, found in ranks.items()} for arm in arms}
 
 # %% ../../nbs/study/50_pipeline.ipynb #93755abe
 def untouched(
@@ -537,14 +642,7 @@ def untouched(
                 for key, value in report["arms"][arm][0].items()
                 if key not in ("step", "seconds")
             }
-    first = next(iter(pipeline.stages.values()))
-    settings = {
-        "template": first.template,
-        "max_length": first.max_length,
-        "pooling": first.pooling,
-        "attention": first.attention,
-    }
-    return evaluate(Embedder.from_pretrained(base, **settings))
+    return evaluate(base_embedder(next(iter(pipeline.stages.values())), base))
 
 
 def report_card(pipeline: Pipeline, pairs: SplitPairs, folders: dict, source: str) -> dict:

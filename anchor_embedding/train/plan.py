@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'find_shape', 'lora_maps', 'trained_parameters',
-           'measured_lengths', 'lengths_at_hand', 'pair_tokens', 'step_flops', 'layer_bytes', 'tokens_at_once',
-           'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget', 'decide', 'remedy', 'Plan',
-           'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict', 'PipelinePlan',
-           'choice_in_words', 'find_gpu', 'plan']
+           'measured_lengths', 'lengths_of', 'lengths_at_hand', 'pair_tokens', 'forward_flops', 'step_flops',
+           'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget',
+           'decide', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict',
+           'PipelinePlan', 'choice_in_words', 'find_gpu', 'plan']
 
 # %% ../../nbs/train/20_plan.ipynb #7e4673a4
 import html
@@ -137,13 +137,30 @@ def _local_tokenizer(base: str):
     return None
 
 
+def lengths_of(
+    recipe: Recipe,
+    examples: Sequence,  # pairs, for example an `ExampleStore`
+    tokenizer: Callable,  # of transformers, the base's
+) -> dict[str, float]:  # for `mean_lengths`
+    "Mean tokens of pairs in a recipe's template, cut to its `max_length`."
+    from anchor_embedding.model.text import make_template
+
+    made = make_template(tokenizer, recipe.template, recipe.eos_token or None)
+    template = len(made.header) + len(made.footer) + 1
+    instruction = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
+    room = tuple(max(1, recipe.max_length - template - more) for more in (instruction, 0))
+    return measured_lengths(examples, tokenizer, room=room) | {
+        "template": template,
+        "opening": len(made.opening),
+    }
+
+
 def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_lengths`
     """Mean tokens of a recipe's own data and template; None when the data or the base's tokenizer
     are not on this machine.
     """
     from anchor_embedding.data.docstrings import docstring_pairs
     from anchor_embedding.data.store import open_examples
-    from anchor_embedding.model.text import make_template
 
     there = recipe.data == "docstrings" or Path(recipe.data).exists()
     tokenizer = _local_tokenizer(recipe.base) if there else None
@@ -154,14 +171,7 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
         if recipe.data == "docstrings"
         else open_examples(recipe.data, recipe.on_bad_row, say=lambda text: None)
     )
-    made = make_template(tokenizer, recipe.template, recipe.eos_token or None)
-    template = len(made.header) + len(made.footer) + 1
-    instruction = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
-    room = tuple(max(1, recipe.max_length - template - more) for more in (instruction, 0))
-    return measured_lengths(found, tokenizer, room=room) | {
-        "template": template,
-        "opening": len(made.opening),
-    }
+    return lengths_of(recipe, found, tokenizer)
 
 # %% ../../nbs/train/20_plan.ipynb #dd9705fd
 def _settled_lengths(recipe, given) -> dict[str, float]:
@@ -199,15 +209,14 @@ def pair_tokens(
     return recipe.objective.pair_tokens(lengths)
 
 # %% ../../nbs/train/20_plan.ipynb #379175b0
-def _layer_flops(recipe, shape, lengths):
-    """(of frozen or trained maps, of attention, of adapters): forward, all layers, sequences of
-    these lengths.
-    """
-    tokens = sum(lengths)
+def forward_flops(
+    shape: ModelShape,
+    lengths: Sequence[float],  # tokens of every sequence
+) -> tuple[float, float]:  # of the linear maps, of attention
+    "Floating-point operations of reading texts: all layers forward, without the head."
     squares = sum(length * length for length in lengths)
-    adapters = trained_parameters(recipe, shape) if recipe.tuning == "lora" else 0
     attention = 4 * squares * shape.heads * shape.head_dim * shape.layers
-    return 2 * tokens * shape.matrices * shape.layers, attention, 2 * tokens * adapters
+    return 2 * sum(lengths) * shape.matrices * shape.layers, attention
 
 
 def step_flops(
@@ -219,9 +228,8 @@ def step_flops(
     "Floating-point operations of a step."
     full = recipe.tuning == "full"
     pairs = recipe.batch_size
-    maps, attention, adapters = (
-        pairs * x for x in _layer_flops(recipe, shape, (*tokens.encoded, *tokens.decoded))
-    )
+    maps, attention = (pairs * x for x in forward_flops(shape, (*tokens.encoded, *tokens.decoded)))
+    adapters = 0 if full else 2 * pairs * tokens.total * trained_parameters(recipe, shape)
     forward = maps + attention + adapters
     own = pairs / processes
     at_once = max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
