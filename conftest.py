@@ -1,10 +1,10 @@
 """Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
 
-`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow.
+`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow,
+`-n 0` runs everything in one process instead of one for each core (four at most).
 """
 
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,9 +33,6 @@ def pytest_addoption(parser):
         type=float,
         default=None,
         help="seconds a notebook may take (300; slow 3600)",
-    )
-    group.addoption(
-        "--notebook-workers", type=int, default=2, help="notebooks executed at the same time"
     )
 
 
@@ -93,40 +90,19 @@ class ExecuteItem(NotebookItem):
     """A copy is executed; every output must equal the committed one."""
 
     def runtest(self):
-        run = start_notebooks(self.session)[self.path].result()
+        option = self.config.option
+        timeout = option.notebook_timeout or (3600 if option.run_slow else 300)
+        wanted = {"slow": option.run_slow, "cuda": has_cuda()}
+        skip = [flag for flag in cell_flags() if not wanted.get(flag)]
+        run = check(self.path, skip, timeout)
         if not run.ok:
             raise NotebookFault("\n\n".join([*run.faults, run.log.strip()[-8000:]]).strip())
         if run.log.strip():
             print(run.log)
 
 
-# ---- execution, a few notebooks at a time
-
-POOL = pytest.StashKey[ThreadPoolExecutor]()
-RUNS = pytest.StashKey[dict]()
-
-
-def start_notebooks(session) -> dict:
-    """Futures of all selected notebooks; the first item that asks starts them."""
-    if RUNS not in session.stash:
-        option = session.config.option
-        timeout = option.notebook_timeout or (3600 if option.run_slow else 300)
-        skip = [
-            f
-            for f in cell_flags()
-            if not (f == "slow" and option.run_slow) and not (f == "cuda" and has_cuda())
-        ]
-        pool = session.stash[POOL] = ThreadPoolExecutor(option.notebook_workers)
-        paths = [item.path for item in session.items if isinstance(item, ExecuteItem)]
-        session.stash[RUNS] = {path: pool.submit(check, path, skip, timeout) for path in paths}
-    return session.stash[RUNS]
-
-
-def pytest_sessionfinish(session):
-    if POOL in session.stash:
-        session.stash[POOL].shutdown(wait=False, cancel_futures=True)
-        stop_all()
-        session.stash[POOL].shutdown(wait=True)
+def pytest_sessionfinish():
+    stop_all()
 
 
 def has_cuda() -> bool:

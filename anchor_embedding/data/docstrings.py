@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata, resources
@@ -220,11 +220,13 @@ def _save_cache(path, pairs):
         warnings.warn(f"the pairs are not kept for the next time: {error}", stacklevel=2)
 
 
-def _package_pairs(tops, versions, cache, workers):
+def _package_pairs(tops, versions, cache, workers, say):
     "{package: [[summary, body], …]}, read from the cache if possible."
     path = _cache_file(tops, versions) if cache else None
     if path and (pairs := _load_cache(path)) is not None:
+        say(f"pairs as they were read before: {path}")
         return pairs
+    say(f"reading the docstrings of {len(tops):,} packages")
     files = [(name, file) for name, top in tops.items() for file in _source_files(top)]
     pairs = {name: [] for name in tops}
     for (name, _), found in zip(
@@ -331,6 +333,7 @@ def docstring_pairs(
     packages: Sequence[str] | None = None,  # only these packages; None: all but our own
     cache: bool = True,  # keep what was read in the cache folder
     workers: int | None = None,  # processes that read; None: one for each core, at most 8
+    say: Callable[[str], None] | None = None,  # is told where the pairs are from
 ) -> DocstringPairs:
     """Pairs (summary, rest) from the docstrings of the installed packages, in a fixed order. Raises
     `InputError`.
@@ -355,7 +358,8 @@ def docstring_pairs(
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    pairs = _package_pairs(tops, versions, cache, min(cores, 8) if workers is None else workers)
+    workers = min(cores, 8) if workers is None else workers
+    pairs = _package_pairs(tops, versions, cache, workers, say or (lambda text: None))
     heldout = _choose_heldout(heldout, pairs)
     seen = set()
     held = _unique(pairs, sorted(set(heldout)), seen)

