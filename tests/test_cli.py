@@ -545,15 +545,15 @@ def test_plan_takes_the_lengths_of_the_data(base, pairs, capsys):
 
 def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text(pairs.read_text() + '{"query": "q"}\n')
-    assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.png")]) == 0
+    assert main(["check", "--data", str(pairs), "--plot", str(tmp_path / "lengths.png")]) == 0
     assert (
         "40" in capsys.readouterr().out
         and (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     )
-    assert main(["data", "check", str(tmp_path / "bad.jsonl")]) == 2
+    assert main(["check", "--data", str(tmp_path / "bad.jsonl")]) == 2
     printed = capsys.readouterr()
     assert "bad.jsonl:41" in printed.out and "1 bad row;" in printed.err
-    assert main(["data", "check", str(pairs), "--plot", str(tmp_path / "lengths.bla")]) == 2
+    assert main(["check", "--data", str(pairs), "--plot", str(tmp_path / "lengths.bla")]) == 2
     assert "pictures cannot be written as .bla" in capsys.readouterr().err
 
 
@@ -588,7 +588,7 @@ def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(
         *settings(base, pairs, "eval_every=2"),
         "--eval-tasks",
         "Pairs",
-        "--data-dir",
+        "--tasks-dir",
         str(tmp_path / "tasks"),
     ]
     one = tmp_path / "one"

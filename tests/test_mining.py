@@ -52,7 +52,7 @@ def pairs(tmp_path_factory, docstrings):
 def mined(pairs):
     """The same with negatives by BM25, through the command."""
     out = pairs.parent / "mined" / "numpy.jsonl"
-    assert main(["mine", str(pairs), "--out", str(out), "--num-negatives", "4"]) == 0
+    assert main(["mine", "--data", str(pairs), "--out", str(out), "--num-negatives", "4"]) == 0
     return out
 
 
@@ -113,7 +113,7 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
     ] == sum(not e.negatives for e in examples)
     assert figures["margin"] >= 0.05 * figures["negative_score"] > 0
     # again, over the first result
-    again = ["mine", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
+    again = ["mine", "--data", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
     assert main(again) == 2
     assert f"{mined} is there already; name another file, or replace" in capsys.readouterr().err
     assert main([*again, "--force"]) == 0
@@ -237,6 +237,7 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
         main(
             [
                 "mine",
+                "--data",
                 str(pairs),
                 "--out",
                 str(tmp_path / "x.jsonl"),
@@ -253,6 +254,7 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
         main(
             [
                 "mine",
+                "--data",
                 str(pairs),
                 "--out",
                 str(tmp_path / "y.jsonl"),
@@ -394,7 +396,7 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
 )
 def test_bad_input_is_one_line(pairs, tmp_path, capsys, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    assert main(["mine", str(pairs), "--out", "mined.jsonl", *arguments]) == 2
+    assert main(["mine", "--data", str(pairs), "--out", "mined.jsonl", *arguments]) == 2
     printed = capsys.readouterr()
     lines = [line for line in printed.err.splitlines() if line.startswith("anchor: ")]
     assert len(lines) == 1 and words in lines[0] and not printed.out
@@ -403,7 +405,7 @@ def test_bad_input_is_one_line(pairs, tmp_path, capsys, monkeypatch, arguments, 
 
 def test_an_empty_name_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for arguments in (["mine", "", "--out", "mined.jsonl"], ["data", "check", ""]):
+    for arguments in (["mine", "--data", "", "--out", "mined.jsonl"], ["check", "--data", ""]):
         assert main(arguments) == 2
         assert "anchor: no data are named; give the path of your data" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -415,10 +417,20 @@ def test_bad_rows_stop_or_are_left_out(tmp_path, capsys):
         "question,answer\nhow to sort a list,Call sort on the list.\nhow to open,\nto "
         "get a sorted list,Call sorted on the list.\n"
     )
-    assert main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl")]) == 2
+    assert main(["mine", "--data", str(path), "--out", str(tmp_path / "mined.jsonl")]) == 2
     assert "pairs.csv:3: 'answer' is empty" in capsys.readouterr().err
     assert (
-        main(["mine", str(path), "--out", str(tmp_path / "mined.jsonl"), "--on-bad-row", "skip"])
+        main(
+            [
+                "mine",
+                "--data",
+                str(path),
+                "--out",
+                str(tmp_path / "mined.jsonl"),
+                "--on-bad-row",
+                "skip",
+            ]
+        )
         == 0
     )
     assert [e.negatives for e in read_examples(tmp_path / "mined.jsonl")] == [
@@ -434,6 +446,7 @@ def test_the_margin_can_be_left_out(pairs, tmp_path, capsys):
             main(
                 [
                     "mine",
+                    "--data",
                     str(pairs),
                     "--out",
                     str(tmp_path / f"{margin}.jsonl"),
@@ -450,7 +463,17 @@ def test_the_margin_can_be_left_out(pairs, tmp_path, capsys):
     assert [found[margin]["too_close"] > 0 for margin in found] == [False, True, True]
     assert found["none"]["negatives"] > found["0"]["negatives"] > found["0.05"]["negatives"]
     with pytest.raises(SystemExit):
-        main(["mine", str(pairs), "--out", str(tmp_path / "x.jsonl"), "--relative-margin", "some"])
+        main(
+            [
+                "mine",
+                "--data",
+                str(pairs),
+                "--out",
+                str(tmp_path / "x.jsonl"),
+                "--relative-margin",
+                "some",
+            ]
+        )
     assert "'some' is neither a number nor none" in capsys.readouterr().err
 
 
@@ -497,7 +520,18 @@ def test_more_negatives_than_documents(pairs, tmp_path):
 
 def test_nothing_found_is_said(pairs, tmp_path, capsys):
     assert (
-        main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl"), "--max-score", "-1"]) == 0
+        main(
+            [
+                "mine",
+                "--data",
+                str(pairs),
+                "--out",
+                str(tmp_path / "none.jsonl"),
+                "--max-score",
+                "-1",
+            ]
+        )
+        == 0
     )
     told = capsys.readouterr().err
     assert "no negative was found for any query" in told and "train with" not in told
@@ -508,7 +542,7 @@ def test_interrupted_says_what_was_not_written(pairs, tmp_path, capsys, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr("anchor_embedding.embed.mining.read_pool", interrupted)
-    assert main(["mine", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
+    assert main(["mine", "--data", str(pairs), "--out", str(tmp_path / "none.jsonl")]) == 130
     assert "none.jsonl was not written" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
@@ -765,7 +799,17 @@ def test_the_command_with_shards(pairs, base, tmp_path, capsys):
     )
     encode = ["encode", str(base), "--in", str(documents), "--out", str(tmp_path / "vectors")]
     assert main([*encode, "--shard-size", "17", "--dtype", "float32"]) == 0
-    mine = ["mine", str(few), "--model", str(base), "--dtype", "float32", "--relative-margin", "0"]
+    mine = [
+        "mine",
+        "--data",
+        str(few),
+        "--model",
+        str(base),
+        "--dtype",
+        "float32",
+        "--relative-margin",
+        "0",
+    ]
     for corpus, out in (("documents.jsonl", "a.jsonl"), ("vectors", "b.jsonl")):
         words = ["--corpus", str(tmp_path / corpus), "--out", str(tmp_path / out)]
         assert main([*mine, *words]) == 0
@@ -856,7 +900,7 @@ def stopped(mine_in_process, base, many_cases, tmp_path_factory):
 
     def command(corpus, out, *more):
         given = ["--corpus", corpus, "--model", base, "--relative-margin", "none", *more]
-        return ["mine", many_cases / "pairs", "--out", out, *given]
+        return ["mine", "--data", many_cases / "pairs", "--out", out, *given]
 
     def whole(corpus):
         folder = home / f"{corpus.name}-whole"
@@ -968,7 +1012,9 @@ def test_two_processes_do_not_mine_into_one_file(pairs, tmp_path):
 
 def test_a_folder_is_not_replaced(pairs, tmp_path, capsys):
     (tmp_path / "mined.jsonl").mkdir()
-    assert main(["mine", str(pairs), "--out", str(tmp_path / "mined.jsonl"), "--force"]) == 2
+    assert (
+        main(["mine", "--data", str(pairs), "--out", str(tmp_path / "mined.jsonl"), "--force"]) == 2
+    )
     assert "mined.jsonl is a folder; name a file" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["mined.jsonl"]
 

@@ -128,7 +128,7 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys, name):
     capsys.readouterr()
-    found = told(asked, "eval", runs / name, "--data-dir", place / "tasks", "--out", tmp_path)
+    found = told(asked, "eval", runs / name, "--tasks-dir", place / "tasks", "--out", tmp_path)
     assert found == ASKED[name]
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith(f"== {name}: asked ") and first.endswith(", as it was trained"), first
@@ -140,7 +140,7 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
 
 def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, tmp_path, capsys):
     """And a task of one's own gets those of its kind only from who asks for them."""
-    words = ("eval", base, "--data-dir", place / "tasks", "--out", tmp_path)
+    words = ("eval", base, "--tasks-dir", place / "tasks", "--out", tmp_path)
     assert told(asked, *words) == {
         "STS17": (STS + ".", TRAINED),
         "Mine": (None, TRAINED),
@@ -154,7 +154,7 @@ def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, t
 
 
 def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp_path, capsys):
-    words = ("eval", runs / "none", "--data-dir", place / "tasks", "--out", tmp_path)
+    words = ("eval", runs / "none", "--tasks-dir", place / "tasks", "--out", tmp_path)
     told(asked, *words)
     before = (tmp_path / "none-64-float32" / "scores.json").read_bytes()
     capsys.readouterr()
@@ -187,14 +187,14 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_the_instructions_go_where_the_model_goes(runs, place, asked, tmp_path, name):
     """Into an export, its own folder, and not into what is trained on it."""
-    assert main(["export", str(runs / name), str(tmp_path / "exported")]) == 0
+    assert main(["export", str(runs / name), "--out", str(tmp_path / "exported")]) == 0
     (place / "own.csv").rename(place / "moved.csv")
     try:
         found = told(
             asked,
             "eval",
             tmp_path / "exported",
-            "--data-dir",
+            "--tasks-dir",
             place / "tasks",
             "--out",
             tmp_path / "scores",
@@ -218,7 +218,7 @@ def test_the_instructions_go_where_the_model_goes(runs, place, asked, tmp_path, 
 @pytest.mark.parametrize("name", ["none", "paper"])
 def test_scores_in_training_are_asked_as_it_trains(base, place, asked, tmp_path, name):
     words = train(base, place, tmp_path / "run", name, "eval_every=1", "checkpoint_every=1")
-    assert main([*words, "--eval-tasks", "STS17", "--data-dir", str(place / "tasks")]) == 0
+    assert main([*words, "--eval-tasks", "STS17", "--tasks-dir", str(place / "tasks")]) == 0
     assert set(asked) == {("STS17", *ASKED[name]["STS17"])}
     asked.clear()
     assert (
@@ -228,7 +228,7 @@ def test_scores_in_training_are_asked_as_it_trains(base, place, asked, tmp_path,
                 str(tmp_path / "run"),
                 "--tasks",
                 "STS17",
-                "--data-dir",
+                "--tasks-dir",
                 str(place / "tasks"),
                 "--prompts",
                 name,
@@ -248,7 +248,7 @@ def test_scores_in_training_are_asked_as_it_trains(base, place, asked, tmp_path,
                 str(tmp_path / "run"),
                 "--tasks",
                 "STS17",
-                "--data-dir",
+                "--tasks-dir",
                 str(place / "tasks"),
                 "--prompts",
                 "as_released",
@@ -272,7 +272,7 @@ def test_settings_that_make_no_sense_are_refused(runs, place, tmp_path, capsys):
             [
                 "eval",
                 str(tmp_path / "model"),
-                "--data-dir",
+                "--tasks-dir",
                 str(place / "tasks"),
                 "--out",
                 str(tmp_path / "out"),

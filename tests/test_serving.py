@@ -130,7 +130,7 @@ def test_the_command_writes_it_in_bfloat16_models_too(tmp_path, capsys):
     embedder.decoder.model.bfloat16()
     embedder.save_pretrained(tmp_path / "run")
     out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "run"), str(out), "--format", "onnx"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(out), "--format", "onnx"]) == 0
     assert str(out / onnx.ONNX_FILE) in capsys.readouterr().err
     ours = Embedder.from_pretrained(out, dtype="float32", device="cpu")
     assert least_cosine(run(out, TEXTS), ours.encode(TEXTS)) > 0.9999

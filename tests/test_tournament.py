@@ -384,8 +384,8 @@ def test_command_line(base, file, tmp_path, capsys):
         "against baseline" in capsys.readouterr().err
         and (tmp_path / "out" / "tournament.json").exists()
     )
-    assert main(["sweep-steps", str(tmp_path / "out" / "gircse"), "--refine-steps", "3", "--data", str(file), "--heldout", "8",
-                 "--plot", str(tmp_path / "sweep.svg"), "--json", str(tmp_path / "sweep.json"), "--note", "tried"]) == 0  # fmt: skip
+    assert main(["soft-tokens", str(tmp_path / "out" / "gircse"), "--refine-steps", "3", "--data", str(file), "--heldout", "8",
+                 "--plot", str(tmp_path / "sweep.svg"), "--out", str(tmp_path / "sweep.json"), "--note", "tried"]) == 0  # fmt: skip
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kept = json.loads((tmp_path / "sweep.json").read_text())
     assert [
@@ -402,10 +402,10 @@ def test_command_line(base, file, tmp_path, capsys):
         and (tmp_path / "sweep.svg").read_text().count("<svg") == 1
     )
     assert "has no soft tokens to sweep" in failure(
-        capsys, "sweep-steps", tmp_path / "out" / "baseline", "--data", file
+        capsys, "soft-tokens", tmp_path / "out" / "baseline", "--data", file
     )
     assert "--refine-steps 0: must be at least 1" in failure(
-        capsys, "sweep-steps", tmp_path / "out" / "gircse", "--refine-steps", 0
+        capsys, "soft-tokens", tmp_path / "out" / "gircse", "--refine-steps", 0
     )
 
 
@@ -434,7 +434,7 @@ def test_a_method_is_not_told_from_itself_and_a_planted_difference_is_found(
     same_method, tmp_path, capsys
 ):
     out, _ = same_method
-    asked = ["--out", out, "--tournaments", 60, "--runs", 16, "--json", tmp_path / "aa.json"]
+    asked = ["--runs-dir", out, "--tournaments", 60, "--runs", 16, "--out", tmp_path / "aa.json"]
     assert main(["aa-check", *map(str, asked)]) == 0
     record = json.loads((tmp_path / "aa.json").read_text())
     assert json.loads(capsys.readouterr().out)["same"] == record["same"]

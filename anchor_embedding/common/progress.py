@@ -52,7 +52,7 @@ class LogLines:
             self.shown = now
             done = self.n - self.first
             left = (
-                f", {(now - self.began) / done * (self.total - self.n):.0f} s left"
+                f", {max(0, (now - self.began) / done * (self.total - self.n)):.0f} s left"
                 if done > 0
                 else ""
             )

@@ -60,13 +60,25 @@ def load_model(
     name: str | os.PathLike | Embedder,
     dtype: str = "auto",  # see `load_embedder`
     device: str | torch.device | None = None,
+    max_length: int | None = None,  # tokens of a text; None = the model's own
 ):  # → an `Embedder`, or mteb's wrapper of a sentence-transformers model
     "Load the model that a name means. Raises `InputError`."
     if isinstance(name, Embedder):
+        if max_length not in (None, name.tokenizer.max_length):
+            raise InputError(
+                f"max_length = {max_length}, but this model is loaded with "
+                f"{name.tokenizer.max_length}; load it with that length"
+            )
         return name
     path = resolve_base(str(name)).path
     if not is_sentence_transformer(path):
-        return Embedder.from_pretrained(path, dtype=dtype, device=device)
+        settings = {} if max_length is None else {"max_length": max_length}
+        return Embedder.from_pretrained(path, dtype=dtype, device=device, **settings)
+    if max_length is not None:
+        raise InputError(
+            f"{name} is a sentence-transformers model, whose length is its own; leave out "
+            f"max_length = {max_length}"
+        )
     from mteb.models import SentenceTransformerEncoderWrapper
 
     try:

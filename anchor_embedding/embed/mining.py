@@ -676,6 +676,8 @@ def load_scorer(
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",
     dtype: str = "auto",  # see `load_embedder`
     corpus: Corpus | None = None,  # encoded documents that are to be scored with others
+    device: str | None = None,  # None = all accelerators, or the CPU
+    max_length: int | None = None,  # tokens of a text; None = the model's own
 ) -> tuple[Callable[[str | None, str | None], "CosineScores | Bm25Scores"], dict]:
     """(instructions of query and document → scorer; name and revision of the model). Raises
     `InputError`, also for a model that did not encode the corpus.
@@ -685,7 +687,7 @@ def load_scorer(
         return lambda query, document: model, {"model": type(model).__name__, "revision": None}
     if model == "bm25":
         return lambda query, document: Bm25Scores(), {"model": "bm25", "revision": None}
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, device, max_length)
     _check_encoder(loaded, corpus)
     scorer_facts = {
         "model": model_name(model),
@@ -694,7 +696,7 @@ def load_scorer(
         ),
     }
     if isinstance(loaded, Embedder):
-        replicas = replicate(loaded)
+        replicas = replicate(loaded) if device is None else [loaded]
 
         def encode(instruction):
             return lambda texts: encode_on(replicas, texts, instruction)
@@ -912,7 +914,7 @@ def _note_missing(
         say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
 
 
-def _run_facts(card: dict, dtype: str, instructions: Instructions, extra, scorers: Mapping) -> dict:
+def _run_facts(card: dict, how: dict, instructions: Instructions, extra, scorers: Mapping) -> dict:
     "What must be the same for a run that goes on, as JSON has it."
     digest = hashlib.sha256(extra.places.exact)
     if extra.corpus:
@@ -922,7 +924,7 @@ def _run_facts(card: dict, dtype: str, instructions: Instructions, extra, scorer
         "pairs": card["source_fingerprint"],
         "model": card["model"],
         "revision": card["revision"],
-        "dtype": dtype,
+        **how,
         "corpus": digest.hexdigest()[:16],
         "instructions": {name: [*instructions.for_example(name, 0)] for name in scorers},
         "queries in a block": {name: scorer.queries for name, scorer in scorers.items()},
@@ -962,6 +964,8 @@ def mine_negatives(
     instructions: Instructions | None = None,  # those that training will use
     on_bad_row: str = "error",  # "error" or "skip"
     dtype: str = "auto",  # of the model
+    device: str | None = None,  # None = all accelerators, or the CPU
+    max_length: int | None = None,  # tokens of a text; None = the model's own
     resume: bool = False,  # go on with what a run that was stopped had finished
     force: bool = False,  # replace `out`
     progress: bool | None = None,  # see `progress_bar`
@@ -975,7 +979,7 @@ def mine_negatives(
     store = open_examples(source, on_bad_row, progress, say)
     instructions = instructions or Instructions.none()
     _note_missing(instructions, store, say)
-    scorer_for, scorer_facts = load_scorer(model, dtype, extra.corpus)
+    scorer_for, scorer_facts = load_scorer(model, dtype, extra.corpus, device, max_length)
     scorers = {name: scorer_for(*instructions.for_example(name, 0)) for name in store.rows}
     if extra.corpus and not any(isinstance(scorer, Bm25Scores) for scorer in scorers.values()):
         _check_instructions(extra.corpus, instructions, store.rows)
@@ -990,7 +994,8 @@ def mine_negatives(
         "corpus_texts": len(extra),
         "corpus_vectors": extra.corpus and extra.corpus.manifest["settings"]["dtype"],
     }
-    run = _run_facts(card, dtype, instructions, extra, scorers)
+    how = {"dtype": dtype, "max_length": max_length}
+    run = _run_facts(card, how, instructions, extra, scorers)
     with _work_folder(out, run, resume, say) as folder:
         figures = _mine_all(store, extra, scorers, settings, folder, progress)
         parts = [folder / f"{number}.jsonl" for number in range(len(figures))]
