@@ -74,7 +74,7 @@ def test_help_is_quick_and_complete():
     "arguments",
     [
         ["nonsense"],
-        ["train", "stage2", "--data", "pairs.jsonl"],
+        ["train", "stage2", "--dat", "pairs.jsonl"],
         ["encode", "model"],
         ["quickstart", "--steps", "many"],
     ],

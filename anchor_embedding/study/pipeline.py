@@ -39,6 +39,7 @@ from ..evaluate.retrieval import HeldoutRetrieval, connected
 from ..model.base import resolve_base
 from ..model.shape import read_shape
 from anchor_embedding.study.duration import (
+    REST,
     Job,
     Work,
     in_words,
@@ -488,7 +489,7 @@ def run_arms(
     whole = len(places) * work.of_pipeline(pipeline)
     done = work_of_folders(pipeline, places, work)
     say(
-        f"about {in_words((whole - done) / speed)} on this machine, from its speed with "
+        f"about {in_words(REST * (whole - done) / speed)} on this machine, from its speed with "
         f"{counted(torch.get_num_threads(), 'thread')}"
     )
     folders = {seed: {} for seed in places}
