@@ -2518,6 +2518,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.base_embedder': ( 'study/pipeline.html#base_embedder',
                                                                                                     'anchor_embedding/study/pipeline.py'),
+                                                 'anchor_embedding.study.pipeline.best_arm': ( 'study/pipeline.html#best_arm',
+                                                                                               'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.claim_folder': ( 'study/pipeline.html#claim_folder',
                                                                                                    'anchor_embedding/study/pipeline.py'),
                                                  'anchor_embedding.study.pipeline.collect': ( 'study/pipeline.html#collect',

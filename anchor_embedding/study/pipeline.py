@@ -7,7 +7,7 @@ __all__ = ['NOT_LOSSES', 'SEARCH', 'same_text', 'without_texts', 'SplitPairs', '
            'split_by_document', 'split_pairs', 'split_folder', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder',
            'mean_of', 'claim_folder', 'collect', 'example_searches', 'base_embedder', 'measured_work', 'run_pipeline',
            'run_arms', 'work_of_folders', 'HeldoutEvaluation', 'collect_seeds', 'finish', 'loading', 'remembering',
-           'all_ranks', 'ranks_by_seed', 'searchable', 'untouched', 'report_card']
+           'all_ranks', 'ranks_by_seed', 'best_arm', 'searchable', 'untouched', 'report_card']
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
@@ -468,7 +468,7 @@ def run_pipeline(
     report["examples"] = example_searches(heldout, models[first.seed])
     report["clusters"] = heldout.clusters
     report["ranks"] = ranks_by_seed(heldout, models)
-    report["search"] = searchable(heldout, out, [*pipeline.arms][-1])
+    report["search"] = searchable(heldout, out, best_arm(report))
     report["card"] = report_card(pipeline, pairs, folders[first.seed], base.source)
     report["timing"] = timing | report["timing"]
     report["seconds"] = round(time.perf_counter() - began, 1)
@@ -636,6 +636,14 @@ def ranks_by_seed(
     return first | {arm: {seed: found[arm] for seed, found in ranks.items()} for arm in arms}
 
 # %% ../../nbs/study/50_pipeline.ipynb #83c40882
+def best_arm(report: dict) -> str:
+    "The arm that finds most at its last evaluation; without evaluations the last one."
+    arms = report["arms"]
+    return (
+        max(arms, key=lambda arm: arms[arm][-1]["ndcg_at_10"]) if arms else [*report["ranks"]][-2]
+    )
+
+
 def searchable(
     heldout: HeldoutRetrieval,
     out: Path,  # that holds the model of the arm
