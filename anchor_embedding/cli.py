@@ -33,8 +33,17 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _note_if_busy() -> None:
+    "Say so where other programs will slow down a long run."
+    from anchor_embedding.model.loading import busy_note
+
+    if note := busy_note():
+        _say(note)
+
+
 def quickstart(args: argparse.Namespace) -> None:
     "Both arms on a small model and real pairs, with a report."
+    _note_if_busy()
     from anchor_embedding.study.pipeline import run_pipeline
     from anchor_embedding.train.recipe_files import load_recipe
 
@@ -58,6 +67,7 @@ def train(args: argparse.Namespace) -> None:
 
     _find_run(args)
     recipe = load_recipe(args.recipe, _settings(args), _say)
+    _note_if_busy()
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
         if args.dry_run or args.resume or args.nproc is not None:
@@ -109,6 +119,7 @@ def tournament(args: argparse.Namespace) -> None:
 
     settings = _settings(args)
     contestants(args.recipes, settings)  # raises before anything is read
+    _note_if_busy()
     tasks = None
     if args.tasks or args.tasks_dir:
         from anchor_embedding.evaluate.sweep import TaskEvaluator
