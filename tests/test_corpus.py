@@ -1,19 +1,28 @@
-"""A job that is killed goes on without a gap and without a document twice."""
+"""A large corpus takes no more memory than a small one; a job that is killed goes on without a gap
+and without a document twice; several processes show one line of progress.
+"""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
+from fcntl import ioctl
+from struct import pack
+from termios import TIOCSWINSZ
 
 import numpy as np
 import psutil
 import pytest
 
-from anchor_embedding.common.tiny import PROSE
+from anchor_embedding.cli import main
 from anchor_embedding.embed.corpus import Corpus
 from anchor_embedding.embed.embedder import Embedder
+from conftest import WORDS
 
-WORDS = PROSE.split()
+MEGABYTE = 2**20
 
 
 def write_texts(path, count: int) -> list[str]:
@@ -35,6 +44,51 @@ def started(*words, **options) -> subprocess.Popen:
     return subprocess.Popen(command, **options)
 
 
+# ---- memory
+
+
+PEAKS = """
+import os, re, sys
+from pathlib import Path
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.embed.corpus import CorpusSettings, encode_corpus
+from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.text import TextTokenizer
+
+home = Path(sys.argv[1])
+model = tiny_model(num_hidden_layers=1, hidden_size=256)
+model = Embedder(CausalDecoder(model), TextTokenizer(tiny_tokenizer("smollm2"), max_length=64))
+settings = CorpusSettings(shard_size=5_000)
+for name in ("few", "many"):
+    encode_corpus(model, home / f"{name}.jsonl", home / name, settings, progress=False)
+    print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Ten shards take at most 24 MB more than one. Kept, the vectors of the other nine would take
+    44 MB, their documents about as much.
+    """
+    write_texts(tmp_path / "few.jsonl", 5_000)
+    write_texts(tmp_path / "many.jsonl", 50_000)
+    script = tmp_path / "peaks.py"
+    script.write_text(PEAKS)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    few, many = (int(line) * 1024 for line in done.stdout.split())
+    print(f"{(many - few) / MEGABYTE:.1f} MB more for ten shards than for one")
+    assert len(Corpus(tmp_path / "many")) == 50_000
+    assert many - few < 24 * MEGABYTE
+
+
+# ---- a stop
+
+
 COUNT = 6_000
 
 
@@ -47,9 +101,18 @@ def killed_corpus(base, tmp_path_factory):
     return home, texts, model.encode(texts, progress=False)
 
 
-def test_one_of_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path):
-    """SIGKILL to a process: the other is ended, what is there is whole, and `--resume` does the
-    rest.
+def a_worker(parent: psutil.Process) -> list[psutil.Process]:
+    return parent.children()[1:]
+
+
+def all_of_them(parent: psutil.Process) -> list[psutil.Process]:
+    return [parent, *parent.children()]
+
+
+@pytest.mark.parametrize("victims", [a_worker, pytest.param(all_of_them, marks=pytest.mark.slow)])
+def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victims):
+    """SIGKILL to a process, or to all of them at once, as when the machine goes off: what is there
+    is whole, and `--resume` does the rest.
     """
     home, texts, wanted = killed_corpus
     words = ["encode", base, "--in", home / "corpus.jsonl", "--out", tmp_path / "vectors"]
@@ -67,8 +130,9 @@ def test_one_of_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path
         time.sleep(0.005)
     parent = psutil.Process(job.pid)
     children = parent.children()
-    children[1].kill()
-    # the other one is ended with it
+    for process in victims(parent):
+        process.kill()
+    # the others are ended with the one that was killed
     assert job.wait(timeout=60) != 0
     psutil.wait_procs(children, timeout=10)
     assert not any(process.is_running() for process in children)
@@ -81,3 +145,45 @@ def test_one_of_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path
     assert [row["text"] for row in corpus.rows(range(len(corpus)))] == texts
     np.testing.assert_allclose(vectors_of(corpus), wanted, rtol=1e-4, atol=1e-5)
     assert {name: written(name) for name in before} == before
+
+
+# ---- what a user sees
+
+
+def on_a_terminal(*words) -> list[str]:
+    """The lines, redrawn ones too, that a command writes to a terminal of 100 columns."""
+    screen, end = pty.openpty()
+    ioctl(end, TIOCSWINSZ, pack("HHHH", 40, 100, 0, 0))
+    job = started(*words, stderr=end)
+    os.close(end)
+    written = b""
+    while True:
+        try:
+            part = os.read(screen, 65536)
+        except OSError:  # nobody has the terminal open any more
+            break
+        if not part:
+            break
+        written += part
+    os.close(screen)
+    assert job.wait(timeout=60) == 0, written
+    return [line for line in re.split(r"[\r\n]+", written.decode()) if line.strip()]
+
+
+def test_several_processes_show_one_line(base, tmp_path):
+    """All documents of all processes, how long it will take, and also those of before a stop."""
+    write_texts(tmp_path / "corpus.jsonl", 600)
+    words = ["encode", base, "--in", tmp_path / "corpus.jsonl", "--out", tmp_path / "vectors"]
+    words += ["--dtype", "float32", "--shard-size", "50", "--nproc", "2"]
+    lines = on_a_terminal(*words)
+    bars = [line for line in lines if line.startswith("encode:")]
+    assert lines[-1].startswith("600 vectors") and len(lines) == len(bars) + 1, lines
+    counts = [int(re.search(r" (\d+)/600 ", line)[1]) for line in bars]
+    # a second bar would begin again, and one of the first process alone would end at 300
+    assert counts == sorted(counts) and counts[0] == 0 and 300 < counts[-1] <= 600, lines
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", bars[-1]), bars[-1]
+
+    (tmp_path / "vectors" / "shard-00007.parquet").unlink()
+    lines = on_a_terminal(*words, "--resume")
+    assert " 550/600 " in lines[0], lines
+    assert main([str(word) for word in words] + ["--resume"]) == 0
