@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, write_text
+from ..common.files import atomic_file, read_json, write_text
 from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
 from ..data.documents import Document, Overview, look_over, read_documents
@@ -227,7 +227,7 @@ def _encode_shard(embedder, documents, path: Path, settings, batch_tokens: int, 
 def _read_manifest(folder: Path) -> dict:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, "encode the corpus again")
         _ = manifest["documents"], manifest["settings"]["shard_size"], manifest["known_vector"]
         return manifest
     except OSError:
