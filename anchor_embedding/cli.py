@@ -358,12 +358,14 @@ def recipes(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #4d4c1fb8
 def plan(args: argparse.Namespace) -> None:
     "What a recipe will take, before anything runs: parameters, memory, tokens, FLOPs, hours."
+    from anchor_embedding.train.plan import Plan, basis
     from anchor_embedding.train.plan import plan as make_plan
     from anchor_embedding.train.recipe_files import load_recipe
 
-    made = make_plan(
-        load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True
-    )
+    recipe = load_recipe(args.recipe, args.set, _say)
+    made = make_plan(recipe, args.nproc, args.gpu or None, measure=True)
+    if isinstance(made, Plan):
+        _say(basis(made.recipe, made.lengths == "of the data"))
     print(json.dumps(made.to_dict()) if args.json else made)
 
 

@@ -18,7 +18,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,7 +74,7 @@ GOOD = {
     "plan": ("plan", "baseline", *SETTINGS, f"data={PAIRS}"),
     "bench": ("bench", "stage2", "--shape", "tiny", "--rounds", "1", "--out", OUT),
     "aa-check": (
-        *("aa-check", "--tournaments", "2", "--seeds", "2", "--runs", "4", "--steps", "1"),
+        *("aa-check", "--tournaments", "2", "--seeds", "6", "--runs", "12", "--steps", "1"),
         *("--runs-dir", "{}/aa", "--out", OUT),
     ),
     "mine": ("mine", "--data", PAIRS, "--out", "{}/out.jsonl"),
@@ -208,6 +211,11 @@ def fault_of(case: Case, good: Path, scratch: Path) -> str:
         return f"not one line: {met.errors[-400:]}"
     after = state(scratch)
     changed = [path for path in {*before, *after} if before.get(path) != after.get(path)]
+    # a lock tells other processes that one is at work; it holds nothing
+    locks = [path for path in changed if path.endswith(".lock")]
+    changed = [path for path in changed if path not in locks]
+    if locks and changed == [str(Path(locks[0]).parent)]:
+        changed = []
     if case.kind == "task":  # the other tasks are scored, and the error is kept among the scores
         changed = [path for path in changed if not path.startswith(("out", "run/ev"))]
     return f"written: {sorted(changed)[:4]}" if changed else ""
@@ -724,13 +732,6 @@ def runs() -> Iterator[Case]:
     yield Case("train", "run", "recipe is a folder", resume, folder_at("run/recipe.toml"))
     yield Case("train", "run", "metrics is a folder", resume, folder_at("run/metrics.jsonl"))
     yield Case("train", "run", "holds a run", moved("train", OUT, "{}/run"))
-    strange = folder_at("run/step-abc")
-    yield Case("sweep", "run", "step-abc", GOOD["sweep"], strange)
-
-    def strange_checkpoint(folder):
-        shutil.copytree(folder / newest, folder / "run/step-abc")
-
-    yield Case("train", "run", "step-abc", resume, strange_checkpoint)
     yield from _damaged(
         "train", "run", resume, "run/card.json", ("cut", "list", "latin-1", "deep", "null")
     )
@@ -758,17 +759,22 @@ def scored() -> Iterator[Case]:
             yield Case(command, "task", name, GOOD[command], put(f"{task}/pairs.jsonl", content))
     for name, content in {
         "empty": "", "list": "[]", "null": "null", "instruction is a number": '{"instruction": 5}',
-        "cut": "{", "type odd": '{"type": "odd"}', "type is a number": '{"type": 5}', "latin-1": b'{"a": "\xe9"}',
-        "unknown": '{"no_such": 1}', "deep": "[" * 30_000,
+        "cut": "{", "latin-1": b'{"a": "\xe9"}',
+        "deep": "[" * 30_000,
     }.items():  # fmt: skip
         yield Case(
             "eval",
             "task",
-            f"task.json {name}",
+            f"meta.json {name}",
             GOOD["eval"],
-            put("tasks/sts/STS12/task.json", content),
+            put("tasks/sts/STS12/meta.json", content),
         )
-    yield Case("eval", "task", "tiny gz", GOOD["eval"], put(f"{task}/pairs.jsonl.gz", b"\x1f\x8b"))
+
+    def tiny_gz(folder):
+        without(f"{task}/pairs.jsonl")(folder)
+        put(f"{task}/pairs.jsonl.gz", b"\x1f\x8b")(folder)
+
+    yield Case("eval", "task", "tiny gz", GOOD["eval"], tiny_gz)
     yield Case("eval", "task", "no files", GOOD["eval"], without(f"{task}/pairs.jsonl"))
     yield Case("eval", "task", "file is a folder", GOOD["eval"], folder_at(f"{task}/pairs.jsonl"))
     row = '{"_id": "1", "text": "a"}\n'
@@ -894,19 +900,28 @@ def record(faults: dict[str, str], cases: list[Case]) -> dict:
     return {"about": about, "commands": commands, "kinds": kinds, "faults": faults}
 
 
-if __name__ == "__main__":
-    chosen = [case for case in all_cases() if all(word in case.key for word in sys.argv[1:])]
-    part = int(os.environ.get("PART", -1))
-    chosen = chosen if part < 0 else chosen[part::3]
+def faults_of_part(part: int, parts: int, words: list[str]) -> dict[str, str]:
+    """Every `parts`-th case whose key has all the words."""
+    chosen = [case for case in all_cases() if all(word in case.key for word in words)]
     found = {}
-    with workplace() as (good, scratch):
-        for case in chosen:
-            start = time.perf_counter()
-            if fault := fault_of(case, good, scratch):
+    with workplace() as (good, scratch), open(os.devnull, "w") as nowhere:
+        for case in chosen[part::parts]:
+            with contextlib.redirect_stderr(nowhere):
+                fault = fault_of(case, good, scratch)
+            if fault:
                 found[case.key] = fault
                 print(f"{case.key}\n    {fault}", flush=True)
-            if (seconds := time.perf_counter() - start) > 5:
-                print(f"    SLOW {seconds:.0f} s: {case.key}", flush=True)
-    print(f"{len(found)} faults in {len(chosen)} inputs")
+    return found
+
+
+if __name__ == "__main__":
+    PARTS = 3
+    found = {}
+    with ProcessPoolExecutor(PARTS, get_context("spawn")) as pool:
+        for faults in pool.map(
+            partial(faults_of_part, parts=PARTS, words=sys.argv[1:]), range(PARTS)
+        ):
+            found |= faults
+    print(f"{len(found)} faults")
     if len(sys.argv) == 1:
-        RESULTS.write_text(json.dumps(record(found, chosen), indent=1) + "\n")
+        RESULTS.write_text(json.dumps(record(found, all_cases()), indent=1) + "\n")

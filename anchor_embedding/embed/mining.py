@@ -976,6 +976,8 @@ def mine_negatives(
     """Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`;
     nothing half-written is left.
     """
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length = {max_length}: must be at least 1")
     out = _check_out(source, Path(out), corpus, force)
     extra = _read_corpus(corpus, progress)
     store = open_examples(source, on_bad_row, progress, say)

@@ -84,6 +84,7 @@ def sweep(
         for key, usual in _USUAL.items()
         if options.get(key, usual) != usual
     }
+    read_log(run / "evals.jsonl")  # raises before anything is scored
     scores = []
     for step, folder in _checkpoints(run, every).items():
         names = {"name": folder.name, "title": f"step {step}"}

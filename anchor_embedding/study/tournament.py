@@ -777,8 +777,8 @@ def aa_check(
     for name, number in {"tournaments": tournaments, "seeds": seeds, "steps": steps}.items():
         if number < 1:
             raise InputError(f"{name} = {number}: must be at least 1")
-    if seeds < 2:
-        raise InputError(f"seeds = {seeds}: must be at least 2")
+    if seeds < 6:
+        raise InputError(f"seeds = {seeds}: a verdict needs at least 6 runs on each side")
     if runs < 2 * seeds:
         raise InputError(
             f"{runs} runs are too few for {seeds} on each side; train at least {2 * seeds}"
