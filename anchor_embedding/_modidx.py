@@ -90,6 +90,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.cache_folder': ( 'common/files.html#cache_folder',
                                                                                                'anchor_embedding/common/files.py'),
+                                               'anchor_embedding.common.files.check_place': ( 'common/files.html#check_place',
+                                                                                              'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.read_json': ( 'common/files.html#read_json',
                                                                                             'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.write_text': ( 'common/files.html#write_text',

@@ -365,7 +365,7 @@ def plan(args: argparse.Namespace) -> None:
     recipe = load_recipe(args.recipe, args.set, _say)
     made = make_plan(recipe, args.nproc, args.gpu or None, measure=True)
     if isinstance(made, Plan):
-        _say(basis(made.recipe, made.lengths == "of the data"))
+        _say(basis(made.recipe, made.source, made.lengths == "of the data"))
     print(json.dumps(made.to_dict()) if args.json else made)
 
 
@@ -519,6 +519,10 @@ def aa_check(args: argparse.Namespace) -> None:
     "Whether comparisons keep their word: a method against itself, and with a planted difference."
     from anchor_embedding.study.tournament import aa_check as run_check
 
+    if args.out:
+        from anchor_embedding.common.files import check_place
+
+        check_place(args.out)
     record = run_check(args.runs_dir, args.tournaments, args.seeds, args.runs, args.steps, say=_say)
     if args.out:
         from anchor_embedding.common.files import write_text

@@ -673,6 +673,8 @@ def settings() -> Iterator[Case]:
     for word in BAD_SETTINGS:
         yield Case("train", "setting", word, (*GOOD["train"], "--set", word))
     for word in BAD_SETTINGS[::3]:
+        if "nowhere" in word:  # neither reads the file
+            continue
         yield Case("plan", "setting", word, (*GOOD["plan"], "--set", word))
         yield Case("recipes", "setting", word, ("recipes", "baseline", "--set", word))
     for word in BAD_SETTINGS[1::8]:
@@ -825,7 +827,7 @@ def vectors() -> Iterator[Case]:
         shard = "vectors/shard-00001.parquet"
         for share in (0, 0.1, 0.5, 0.99):
             yield Case(command, "shard", f"cut at {share}", words, cut(shard, share))
-        for place in (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1):
+        for place in (0.02, 0.1, 0.2, 0.3, 0.4, 1):
             yield Case(
                 command, "shard", f"overwritten at {place}", words, overwritten(shard, place)
             )

@@ -5,6 +5,7 @@ A sample here, every case with `--run-slow`; the counts of a whole run are in `t
 
 import json
 
+import numpy as np
 import pytest
 from fuzz_inputs import RESULTS, all_cases, fault_of, workplace
 
@@ -28,7 +29,9 @@ def faults(cases, place):
 
 
 def test_a_sample_of_bad_inputs(place):
-    assert faults(CASES[::EVERY], place) == {}
+    failed_once = json.loads(RESULTS.read_text("utf-8"))["faults"]
+    chosen = [case for n, case in enumerate(CASES) if n % EVERY == 0 or case.key in failed_once]
+    assert faults(chosen, place) == {}
 
 
 @pytest.mark.slow
@@ -41,10 +44,11 @@ def test_there_are_many_and_each_once():
     assert len({(case.words, case.name) for case in CASES}) >= 600
 
 
-def test_the_record_is_of_these_inputs_and_has_no_fault():
+def test_the_record_is_of_a_whole_run():
     kept = json.loads(RESULTS.read_text("utf-8"))
-    assert kept["faults"] == {}
-    assert kept["about"]["inputs"] == sum(kept["commands"].values()) == len(CASES)
+    about = kept["about"]
+    assert about["inputs"] == sum(kept["commands"].values()) == sum(kept["kinds"].values()) >= 600
+    assert about["faults"] == len(kept["faults"])
 
 
 def test_a_damaged_store_of_the_same_size_is_made_again(tmp_path, monkeypatch):
@@ -73,16 +77,24 @@ def test_a_damaged_shard_of_the_same_size_is_named(place):
     corpus = Corpus(good / "vectors")
     shard = good / "vectors" / "shard-00001.parquet"
     whole = shard.read_bytes()
+    vectors_before = np.concatenate([vectors for _, vectors in corpus.blocks()])
+    noticed = 0
     column = corpus._open(1).metadata.row_group(0).column(2)
-    first = column.data_page_offset
+    first = column.dictionary_page_offset
     last = first + column.total_compressed_size - 40
     try:
-        for number in range(14):
+        for number in range(64):
             damaged = bytearray(whole)
-            damaged[first + 40 + number * (last - first - 40) // 14] ^= 0xFF
+            damaged[first + 40 + number * (last - first - 40) // 64] ^= 0xFF
             shard.write_bytes(bytes(damaged))
-            with pytest.raises(InputError, match="shard-00001"):
-                list(Corpus(good / "vectors").blocks())
+            try:
+                found = [vectors for _, vectors in Corpus(good / "vectors").blocks()]
+            except InputError as error:
+                assert "shard-00001" in str(error)
+                noticed += 1
+            else:  # a byte of a page's head that nothing depends on
+                np.testing.assert_array_equal(np.concatenate(found), vectors_before)
+        assert noticed > 40
     finally:
         shard.write_bytes(whole)
 

@@ -158,6 +158,7 @@ def _write_shard(path: Path, documents: list[Document], vectors: np.ndarray, col
             "vector": pa.FixedSizeListArray.from_arrays(numbers, vectors.shape[1]),
         }
     )
+    table = table.replace_schema_metadata({"shard": path.name})
     with atomic_file(path) as aside:
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
 
@@ -184,6 +185,8 @@ def encode_corpus(
     `InputError` for bad rows, an id that is there twice, shards of another corpus or model, a full
     disk; the shards that were finished stay.
     """
+    if batch_tokens < 1:
+        raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     folder = Path(folder)
     overview = look_over(source, settings.columns)
     manifest = _manifest(embedder, overview, settings)
@@ -289,6 +292,9 @@ class Corpus:
         for number in range(self._shards()):
             if self._open(number).metadata.num_rows != len(self._places(number)):
                 raise self._damaged(number, "it has another number of documents")
+            name = _shard(self.folder, number).name
+            if (self._open(number).metadata.metadata or {}).get(b"shard") != name.encode():
+                raise self._damaged(number, f"it was not written as {name}")
 
     def __len__(self) -> int:
         return self.manifest["documents"]

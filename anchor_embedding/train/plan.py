@@ -174,14 +174,14 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     return lengths_of(recipe, found, tokenizer)
 
 # %% ../../nbs/train/20_plan.ipynb #dd9705fd
-def basis(recipe: Recipe, measured: bool) -> str:
+def basis(recipe: Recipe, source: str, measured: bool) -> str:
     "In words: what base is planned, and what was taken from the data."
     if measured:
-        return f"planned for {recipe.base}, with the lengths of the texts in {recipe.data}"
+        return f"planned for {source}, with the lengths of the texts in {recipe.data}"
     there = recipe.data == "docstrings" or Path(recipe.data).exists()
-    why = f"no tokenizer of {recipe.base} is on this machine" if there else "they are not here"
+    why = f"no tokenizer of {recipe.base} is on this machine" if there else "it is not here"
     return (
-        f"planned for {recipe.base} (another: --set base=NAME); nothing was taken from "
+        f"planned for {source} (another: --set base=NAME); nothing was taken from "
         f"{recipe.data}, because {why}: lengths are assumed"
     )
 
