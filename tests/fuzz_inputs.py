@@ -26,6 +26,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from anchor_embedding.cli import main
 from anchor_embedding.common.provenance import device_name, source_commit
@@ -892,7 +893,7 @@ def record(faults: dict[str, str], cases: list[Case]) -> dict:
     about = {
         "command": "python tests/fuzz_inputs.py",
         "commit": source_commit(),
-        "device": device_name("cpu"),
+        "device": device_name(torch.device("cpu")),
         "date": time.strftime("%Y-%m-%d"),
         "inputs": len(cases),
         "faults": len(faults),
