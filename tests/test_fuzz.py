@@ -67,7 +67,7 @@ def test_a_damaged_store_of_the_same_size_is_made_again(tmp_path, monkeypatch):
         rows.write_bytes(bytes(damaged))
         said = []
         assert list(open_examples(pairs, say=said.append)) == good
-        assert len(said) == 1 and str(rows) in said[0]
+        assert len(said) == 1 and "rows.arrow" in said[0]
         assert rows.read_bytes() == whole
 
 

@@ -432,8 +432,7 @@ def open_examples(
             store = _stored(folder, source)
             if store is None:
                 if folder.exists():
-                    say(f"{folder / 'rows.arrow'} or the store.json beside it is damaged: "
-                        f"{source} is read again")  # fmt: skip
+                    say(f"{Path(source).name}: the cached rows.arrow is damaged; it is read again")
                 _remove_remains(folder, origin)
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)
