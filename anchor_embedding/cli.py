@@ -364,7 +364,7 @@ def plan(args: argparse.Namespace) -> None:
 
     recipe = load_recipe(args.recipe, args.set, _say)
     made = make_plan(recipe, args.nproc, args.gpu or None, measure=True)
-    if isinstance(made, Plan):
+    if args.set and isinstance(made, Plan):
         _say(basis(made.recipe, made.source, made.lengths == "of the data"))
     print(json.dumps(made.to_dict()) if args.json else made)
 
