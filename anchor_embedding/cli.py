@@ -9,6 +9,7 @@ __all__ = ['quickstart', 'train', 'tournament', 'encode', 'index', 'search', 're
 # %% ../nbs/cli/10_cli.ipynb #a0f6a462
 import argparse
 import contextlib
+import errno
 import json
 import os
 import re
@@ -175,6 +176,9 @@ def _train_on_many(args, recipe, out: Path) -> Path:
         raise SystemExit(1) from None
 
 # %% ../nbs/cli/10_cli.ipynb #4b816eb9
+_OTHER_KINDS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".npz", ".pt")
+
+
 def encode(args: argparse.Namespace) -> None:
     "Texts to vectors: a corpus of any size into a folder of shards, or into one matrix (.npy)."
     from anchor_embedding.embed.corpus import Corpus, CorpusSettings
@@ -187,6 +191,11 @@ def encode(args: argparse.Namespace) -> None:
         shard_size=args.shard_size,
     )
     matrix = args.out.suffix.lower() == ".npy"
+    if args.out.suffix.lower() in _OTHER_KINDS:
+        raise InputError(
+            f"--out {args.out}: vectors are not written as {args.out.suffix}; name a folder, for "
+            "Parquet shards, or FILE.npy, for one matrix"
+        )
     shards = args.out.with_name(f".{args.out.name}.shards") if matrix else args.out
     if matrix and args.out.exists():
         raise InputError(f"{args.out} is there already; name another file, or remove it")
@@ -194,7 +203,7 @@ def encode(args: argparse.Namespace) -> None:
         raise InputError(
             f"--out {args.out}: several processes write a folder of shards, not a .npy file"
         )
-    if args.nproc:
+    if args.nproc is not None:
         _encode_on_many(args, shards)
     else:
         _encode_here(args, settings, shards)
@@ -360,12 +369,14 @@ def recipes(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #4d4c1fb8
 def plan(args: argparse.Namespace) -> None:
     "What a recipe will take, before anything runs: parameters, memory, tokens, FLOPs, hours."
+    from anchor_embedding.train.plan import Plan, basis
     from anchor_embedding.train.plan import plan as make_plan
     from anchor_embedding.train.recipe_files import load_recipe
 
-    made = make_plan(
-        load_recipe(args.recipe, args.set, _say), args.nproc, args.gpu or None, measure=True
-    )
+    recipe = load_recipe(args.recipe, args.set, _say)
+    made = make_plan(recipe, args.nproc, args.gpu or None, measure=True)
+    if args.set and isinstance(made, Plan):
+        _say(basis(made.recipe, made.source, made.lengths == "of the data"))
     print(json.dumps(made.to_dict()) if args.json else made)
 
 
@@ -519,6 +530,10 @@ def aa_check(args: argparse.Namespace) -> None:
     "Whether comparisons keep their word: a method against itself, and with a planted difference."
     from anchor_embedding.study.tournament import aa_check as run_check
 
+    if args.out:
+        from anchor_embedding.common.files import check_place
+
+        check_place(args.out)
     record = run_check(args.runs_dir, args.tournaments, args.seeds, args.runs, args.steps, say=_say)
     if args.out:
         from anchor_embedding.common.files import write_text
@@ -1322,6 +1337,12 @@ def _run(args: argparse.Namespace) -> int:
         _show_traceback(args)
         _say(f"anchor: {error}")
         return 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return _should_not_happen(args, error)
+        _show_traceback(args)
+        _say(f"anchor: {str(error.filename)[:100]}…: the path is too long; name a shorter one")
+        return 2
     except Stopped as stopped:
         _say(f"anchor: {stopped}")
         return 128 + stopped.signal
@@ -1332,15 +1353,20 @@ def _run(args: argparse.Namespace) -> int:
         _say(f"anchor: interrupted; {kept.get(args.run, finished)}")
         return 130
     except Exception as error:
-        _show_traceback(args)
-        where = (
-            ""
-            if args.debug
-            else f": `{args.command.replace('anchor', 'anchor --debug', 1)}` shows where it did"
-        )
-        _say(f"anchor: {type(error).__name__}: {_first_line(error)}. This should not happen{where}")
-        return 1
+        return _should_not_happen(args, error)
     return 0
+
+
+def _should_not_happen(args, error: Exception) -> int:  # exit code
+    "A line about a fault of ours."
+    _show_traceback(args)
+    where = (
+        ""
+        if args.debug
+        else f": `{args.command.replace('anchor', 'anchor --debug', 1)}` shows where it did"
+    )
+    _say(f"anchor: {type(error).__name__}: {_first_line(error)}. This should not happen{where}")
+    return 1
 
 
 def _show_traceback(args) -> None:

@@ -55,7 +55,7 @@ def _read(source: str | os.PathLike | Mapping, kind, name: str, remedy: str) -> 
         return content
     except ValidationError as error:
         reason = first_fault(error)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     raise InputError(f"{source!s:.200} is no {name} ({reason}); {remedy}")
 

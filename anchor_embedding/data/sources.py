@@ -182,7 +182,7 @@ def parquet_rows(path, opened, wanted=_known):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again"
         ) from None

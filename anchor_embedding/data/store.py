@@ -34,7 +34,7 @@ from anchor_embedding.data.examples import (
 from .sources import BadRow, find_parts, part_examples
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
-_FORMAT = 1  # of the files; raise it when they change
+_FORMAT = 2  # of the files; raise it when they change
 _SCHEMA = pa.schema({
     "query": pa.string(),
     "positive": pa.string(),
@@ -81,6 +81,12 @@ def _record_batch(examples, names):
 LISTED = 20  # messages about bad rows that are kept; all are counted
 
 
+def _digest(path: Path) -> str:
+    "Of all bytes of a file."
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _write_store(parts, on_bad_row, folder, opened):
     "Read all parts and write `rows.arrow` into `folder`; returns what is known about it then."
     names = {}
@@ -108,6 +114,7 @@ def _write_store(parts, on_bad_row, folder, opened):
     size = (folder / "rows.arrow").stat().st_size
     return {
         "bytes": size,
+        "digest": _digest(folder / "rows.arrow"),
         "datasets": list(names),
         "fingerprint": digest.hexdigest()[:16],
         "bad_rows": total,
@@ -239,6 +246,8 @@ class ExampleStore(_Columns, Sequence):
     ):
         about = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self._mapped = _MappedRows(folder / "rows.arrow", about["bytes"])
+        if _digest(folder / "rows.arrow") != about["digest"]:
+            raise ValueError(f"{folder / 'rows.arrow'} is not as it was written")
         self.source = source
         self.folder = folder
         self.fingerprint: str = about["fingerprint"]  # the digits of `data.fingerprint`
@@ -316,7 +325,7 @@ def _stored(folder, source):
     "The store in `folder`; None when there is none, or a damaged one."
     try:
         return ExampleStore(folder, source)
-    except (OSError, ValueError, KeyError, pa.ArrowException):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException):
         return None
 
 # %% ../../nbs/data/30_store.ipynb #d68a28fb
@@ -422,6 +431,8 @@ def open_examples(
         with _alone(folder, source, say):
             store = _stored(folder, source)
             if store is None:
+                if folder.exists():
+                    say(f"{Path(source).name}: the cached rows.arrow is damaged; it is read again")
                 _remove_remains(folder, origin)
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_folder
+from ..common.files import atomic_folder, read_json
 from ..common.progress import progress_bar
 from ..common.show import facts_html
 from ..model.base import resolve_base
@@ -34,6 +34,7 @@ from anchor_embedding.model.loading import (
     check_head,
     choose_device,
     choose_dtype,
+    find_device,
     load_decoder,
     load_tokenizer,
 )
@@ -240,6 +241,8 @@ def encode_texts(
         )[0]
     if isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
         raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
+    if batch_tokens < 1:
+        raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     texts = list(texts)
     decoder = embedder.decoder
     several = () if refine_steps is None or isinstance(refine_steps, int) else (len(refine_steps),)
@@ -335,7 +338,7 @@ def read_settings(
     try:
         # models saved before these were settings have none
         before = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}
-        settings = before | json.loads(path.read_text())
+        settings = before | read_json(path, "save the model again")
         soft = (
             {"soft_tokens": SoftTokens(**settings["soft_tokens"])}
             if "soft_tokens" in settings
@@ -346,6 +349,8 @@ def read_settings(
         return {
             key: settings[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")
         } | soft
+    except InputError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
 
@@ -382,7 +387,7 @@ def load_embedder(
     **settings,
 ) -> Embedder:
     "Load an embedder; a model without saved settings gets the defaults. Raises `InputError`."
-    device = choose_device() if device is None else torch.device(device)
+    device = choose_device() if device is None else find_device(device)
     path = resolve_base(str(name)).path
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = (

@@ -17,7 +17,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, write_text
+from ..common.files import atomic_folder, read_json, write_text
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions
 from .corpus import Corpus
@@ -179,7 +179,7 @@ def _read_about(corpus: Corpus) -> dict:
     "What `index.json` says. Raises `InputError`."
     folder = corpus.folder / FOLDER
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(folder / ABOUT, _remedy(corpus))
         _ = about["state"], about["partitions"], about["files"]
     except OSError:
         raise InputError(

@@ -81,6 +81,8 @@ class MiningSettings:
                 f"{counted(self.num_negatives, 'negative')}; raise range_max or lower "
                 "the others"
             )
+        if self.seed < 0:
+            raise InputError(f"seed = {self.seed}: must be at least 0")
         if self.sampling not in ("top", "random"):
             raise InputError(f"sampling is {self.sampling!r}; give top or random")
         for name, lowest in {
@@ -90,7 +92,7 @@ class MiningSettings:
             "min_score": -math.inf,
         }.items():
             value = getattr(self, name)
-            if value is not None and not value >= lowest:  # nan is not
+            if value is not None and not (value >= lowest and math.isfinite(value)):
                 raise InputError(
                     f"{name} is {value}; give a number{' of 0 or more' if lowest == 0 else ''}"
                 )
@@ -974,6 +976,8 @@ def mine_negatives(
     """Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`;
     nothing half-written is left.
     """
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length = {max_length}: must be at least 1")
     out = _check_out(source, Path(out), corpus, force)
     extra = _read_corpus(corpus, progress)
     store = open_examples(source, on_bad_row, progress, say)

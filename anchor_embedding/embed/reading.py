@@ -288,6 +288,8 @@ def read_vectors(
             f"{len(anchors)} vectors and {samples} samples: give at least one vector, "
             "and samples of 0 or more"
         )
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed = {seed}: must be at least 0 and below 2**63")
     names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
     opening = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     first = _first_tokens(embedder, anchors, top, opening)

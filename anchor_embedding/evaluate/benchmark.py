@@ -179,7 +179,12 @@ def _claimed(folder: Path) -> Iterator[None]:
     """Keep other processes out of a model's scores. Raises `InputError` when another one is at work
     there.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {folder.parent} ({error.strerror}); choose another --out"
+        ) from None
     try:
         with FileLock(folder.parent / f".{folder.name}.lock", timeout=0):
             yield

@@ -26,7 +26,7 @@ from anchor_embedding.evaluate.encoder import (
 )
 from .prompts import PromptStyle, check_prompts
 from ..model.base import resolve_base
-from ..model.loading import choose_device, choose_dtype
+from ..model.loading import choose_device, choose_dtype, find_device
 from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/37_candidate.ipynb #cbd3adc3
@@ -76,7 +76,7 @@ def find_candidate(
     if loaded:
         compute = model.decoder.head.weight.dtype
     else:
-        compute = choose_dtype(dtype, choose_device() if device is None else device)[0]
+        compute = choose_dtype(dtype, choose_device() if device is None else find_device(device))[0]
     identity = {
         "revision": revision,
         "prompts": style.name,

@@ -163,7 +163,7 @@ def _read_recipe(path) -> dict:
     "The settings in a recipe.toml."
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise InputError(
             f"{path}: cannot be read as a recipe ({e}); restore it, or compare the "
             "scores.json without it"
@@ -179,7 +179,7 @@ def _recipe(scores, path) -> dict | None:
     return recipe
 
 
-def _identity(recipe: dict) -> dict:
+def _identity(recipe: dict, seen: tuple = ()) -> dict:
     """What makes two runs the same but for the seed: all settings but name, description and seed,
     also of the run it starts from.
     """
@@ -187,8 +187,8 @@ def _identity(recipe: dict) -> dict:
         key: value for key, value in recipe.items() if key not in ("name", "description", "seed")
     }
     earlier = Path(str(kept.get("base", ""))).parent / "recipe.toml"
-    if earlier.is_file():
-        kept["base"] = _identity(_read_recipe(earlier))
+    if earlier.is_file() and earlier not in seen:
+        kept["base"] = _identity(_read_recipe(earlier), (*seen, earlier))
     return kept
 
 

@@ -20,6 +20,11 @@ from .prompts import check_prompts
 from ..train.runs import RunFolder, read_log
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #99364853
+def _last_step(run: Path) -> int:
+    "The step that a finished run ended with."
+    return max((line["step"] for line in read_log(run / "metrics.jsonl")), default=0)
+
+
 def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     """Step → folder of the checkpoints at multiples of `every`. Raises `InputError` when there is
     none.
@@ -28,11 +33,14 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
         raise InputError(
             f"every is {every}; give the steps between checkpoints, or 0 for all there are"
         )
-    folders = sorted(run.glob("step-*/"))
+    folders = [f for f in sorted(run.glob("step-*/")) if f.name.removeprefix("step-").isdecimal()]
     steps = {int(folder.name.removeprefix("step-")): folder for folder in folders}
+    if not steps and (run / "final").is_dir():
+        return {_last_step(run): run / "final"}
     wanted = {step: folder for step, folder in steps.items() if not every or step % every == 0}
     if not wanted:
         there = f"are at steps {', '.join(map(str, steps))}" if steps else "do not exist"
+        there += "" if steps else "; train with --set checkpoint_every=STEPS to keep some"
         raise InputError(
             f"{run} has no checkpoint to score with every = {every}: its checkpoints {there}"
         )
@@ -76,6 +84,7 @@ def sweep(
         for key, usual in _USUAL.items()
         if options.get(key, usual) != usual
     }
+    read_log(run / "evals.jsonl")  # raises before anything is scored
     scores = []
     for step, folder in _checkpoints(run, every).items():
         names = {"name": folder.name, "title": f"step {step}"}

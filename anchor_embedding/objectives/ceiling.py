@@ -205,6 +205,8 @@ def draw_pairs(
     """A sample of every dataset, in random order. Raises `InputError` for a dataset of a single
     pair.
     """
+    if seed < 0:
+        raise InputError(f"seed = {seed}: must be at least 0")
     rows = getattr(examples, "rows", None)
     if rows is None:
         rows = {}
@@ -291,6 +293,8 @@ def measure_ceilings(
     say: Callable[[str], None] | None = None,  # told of every dataset that is done
 ) -> Ceilings:
     "`anchor_ceiling` of every dataset, without instructions. Raises `InputError`."
+    if token_budget < 1:
+        raise InputError(f"token_budget = {token_budget}: must be at least 1")
     before = opening_ids(decode_opening, tokenizer.template)
     between = separator_ids(tokenizer, separator)
     found = {}

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_LOSSES', 'SEARCH', 'same_text', 'without_texts', 'SplitPairs', 'even_sample', 'group_sample', 'split_by_package',
            'split_by_document', 'split_pairs', 'split_folder', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder',
-           'mean_of', 'claim_folder', 'collect', 'example_searches', 'base_embedder', 'measured_work', 'run_pipeline',
-           'run_arms', 'work_of_folders', 'HeldoutEvaluation', 'collect_seeds', 'finish', 'loading', 'remembering',
-           'all_ranks', 'ranks_by_seed', 'best_arm', 'searchable', 'untouched', 'report_card']
+           'mean_of', 'check_folder', 'claim_folder', 'collect', 'example_searches', 'base_embedder', 'measured_work',
+           'run_pipeline', 'run_arms', 'work_of_folders', 'HeldoutEvaluation', 'collect_seeds', 'finish', 'loading',
+           'remembering', 'all_ranks', 'ranks_by_seed', 'best_arm', 'searchable', 'untouched', 'report_card']
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
@@ -332,9 +332,9 @@ def mean_of(values: Sequence):
     return one if all(value == one for value in values) else float(np.mean(values))
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
-def claim_folder(out: Path, pipeline: Pipeline) -> None:
-    """Create the output folder, or find the same pipeline unfinished in it; raises `InputError` for
-    anything else.
+def check_folder(out: Path, pipeline: Pipeline) -> None:
+    """Raise `InputError` unless the output folder is new or empty, or holds the same pipeline
+    unfinished.
     """
     kept = out / "pipeline.toml"
     if out.exists() and not out.is_dir():
@@ -348,7 +348,12 @@ def claim_folder(out: Path, pipeline: Pipeline) -> None:
         )
     if not kept.exists() and out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose another --out")
-    write_text(kept, pipeline.to_toml())
+
+
+def claim_folder(out: Path, pipeline: Pipeline) -> None:
+    "Create the output folder, see `check_folder`."
+    check_folder(out, pipeline)
+    write_text(out / "pipeline.toml", pipeline.to_toml())
 
 # %% ../../nbs/study/50_pipeline.ipynb #6d6c7275
 # what else a line of metrics.jsonl has
@@ -446,7 +451,7 @@ def run_pipeline(
     for recipe in pipeline.stages.values():
         # raises before the first arm is trained what would stop a later one
         prepare_tokenizer(recipe, base.path)
-    claim_folder(out, pipeline)
+    check_folder(out, pipeline)
     began = time.perf_counter()
     number = pipeline.evaluation.pairs
     pairs = split_pairs(first.data, number, first.seed, first.on_bad_row, say)
@@ -454,6 +459,7 @@ def run_pipeline(
         [p.query for p in pairs.heldout], [p.positive for p in pairs.heldout], pairs.clusters
     )
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
+    claim_folder(out, pipeline)
     timing = {"data": round(time.perf_counter() - began, 1)}
     folders, models = run_arms(pipeline, places, base.path, pairs, heldout, progress, say)
     report = {

@@ -408,7 +408,11 @@ def tournament(
     """
     out = Path(out)
     entrants = contestants(recipes, overrides)
-    every = every or max(amount / 8 if budget != "steps" else amount // 8, budget == "steps")
+    every = (
+        every
+        if every is not None
+        else max(amount / 8 if budget != "steps" else amount // 8, budget == "steps")
+    )
     check_request(out, budget, amount, every, alternative)
     first = first_stage(entrants)
     numbers = seed_numbers(first.seed, seeds)
@@ -770,6 +774,15 @@ def aa_check(
     """How often a method is called different from itself, and how often a difference of the stated size is
     found.
     """
+    for name, number in {"tournaments": tournaments, "seeds": seeds, "steps": steps}.items():
+        if number < 1:
+            raise InputError(f"{name} = {number}: must be at least 1")
+    if seeds < 6:
+        raise InputError(f"seeds = {seeds}: a verdict needs at least 6 runs on each side")
+    if runs < 2 * seeds:
+        raise InputError(
+            f"{runs} runs are too few for {seeds} on each side; train at least {2 * seeds}"
+        )
     report = same_method_runs(Path(out), runs, steps, say)
     means = seed_figures(report, "baseline").mean(axis=1)
     nothing = against_itself(report, tournaments, seeds)

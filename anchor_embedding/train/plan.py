@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'find_shape', 'lora_maps', 'trained_parameters',
-           'measured_lengths', 'lengths_of', 'lengths_at_hand', 'pair_tokens', 'forward_flops', 'step_flops',
+           'measured_lengths', 'lengths_of', 'lengths_at_hand', 'basis', 'pair_tokens', 'forward_flops', 'step_flops',
            'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget',
            'decide', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict',
            'PipelinePlan', 'choice_in_words', 'find_gpu', 'plan']
@@ -174,6 +174,18 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     return lengths_of(recipe, found, tokenizer)
 
 # %% ../../nbs/train/20_plan.ipynb #dd9705fd
+def basis(recipe: Recipe, source: str, measured: bool) -> str:
+    "In words: what base is planned, and what was taken from the data."
+    if measured:
+        return f"planned for {source}, with the lengths of the texts in {recipe.data}"
+    there = recipe.data == "docstrings" or Path(recipe.data).exists()
+    why = f"no tokenizer of {recipe.base} is on this machine" if there else "it is not here"
+    return (
+        f"planned for {source} (another: --set base=NAME); nothing was taken from "
+        f"{recipe.data}, because {why}: lengths are assumed"
+    )
+
+
 def _settled_lengths(recipe, given) -> dict[str, float]:
     """Given mean lengths over the assumed ones; without a given opening it is the template without
     its EOS.

@@ -727,7 +727,7 @@ def from_toml(
     """
     try:
         doc = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise InputError(
             f"{source}: not TOML: {e}; text needs quotes, and a setting is `key = value`"
         ) from None

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 # %% ../../nbs/train/30_runs.ipynb #5fc73ee6
 from ..common.errors import InputError
-from ..common.files import atomic_folder, write_text
+from ..common.files import atomic_folder, read_json, write_text
 from ..common.show import cell_text, curve, facts_html, rows_html
 from ..embed.embedder import Embedder, write_embedder
 from ..model.decoder import CausalDecoder
@@ -95,13 +95,25 @@ class RunFolder:
         self.path = Path(path)
         self.main = main
         self.lock = None
+        self.was_there = {}  # before `start`
 
     def start(self, recipe: Recipe, resume: bool) -> None:
         """Claim the folder and make it ready; raises `InputError` when another run lies there or is
         at work.
         """
+        self.was_there = {self.path: self.path.exists()}
+        self.was_there[self.path / "recipe.toml"] = (self.path / "recipe.toml").exists()
         self.lock = lock_folder(self.path)
         make_ready(self, recipe, resume)
+
+    def withdraw(self) -> None:
+        "Let others have the folder, without what `start` wrote for a run that did not begin."
+        if self.lock and not self.was_there[self.path / "recipe.toml"]:
+            (self.path / "recipe.toml").unlink(missing_ok=True)
+        self.release()
+        if self.main and not self.was_there.get(self.path, True):
+            with suppress(OSError):  # something else is in it
+                self.path.rmdir()
 
     def release(self) -> None:
         "Let others have the folder."
@@ -112,10 +124,9 @@ class RunFolder:
 
     def checkpoints(self) -> list[int]:
         "Steps after which there is a checkpoint to go on from."
-        return sorted(
-            int(p.parent.name.removeprefix("step-"))
-            for p in self.path.glob("step-*/optimizer.safetensors")
-        )
+        names = [p.parent.name for p in self.path.glob("step-*/optimizer.safetensors")]
+        numbers = [name.removeprefix("step-") for name in names]
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def checkpoint(self, step: int) -> Path:
         "The folder of a step's checkpoint."
@@ -210,7 +221,15 @@ def read_log(
     """The lines of a log; none when there is no such file. Raises `InputError` for one that is
     broken.
     """
-    return _rows(path, path.read_text().splitlines()) if path.exists() else []
+    return _rows(path, _text(path).splitlines()) if path.exists() else []
+
+
+def _text(path: Path) -> str:
+    "The text of a log. Raises `InputError`."
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a readable log ({error}); remove it") from None
 
 
 def _rows(path: Path, lines: list[str]) -> list[dict]:
@@ -218,28 +237,26 @@ def _rows(path: Path, lines: list[str]) -> list[dict]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{path}:{number}: not a line of JSON ({error}); remove that line"
             ) from None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise InputError(f"{path}:{number}: not an object with a step; remove that line")
+        rows.append(row)
     return rows
 
 
 def read_card(path: Path) -> dict:
     "A run's card; raises `InputError` when it is broken."
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(
-            f"{path} is broken ({error}); remove it, and the run goes on without it"
-        ) from None
+    return read_json(path, "remove it, and the run goes on without it")
 
 
 def _whole_lines(path: Path) -> list[str]:
     "The lines of a file that are finished; none when there is no such file."
     return (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        [line for line in _text(path).splitlines(keepends=True) if line.endswith("\n")]
         if path.exists()
         else []
     )

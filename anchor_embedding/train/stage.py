@@ -345,7 +345,7 @@ def open_run(
     try:
         prepare(run, examples, resume, heldout)
     except BaseException:
-        folder.release()
+        folder.withdraw()
         raise
     return run
 
