@@ -290,10 +290,11 @@ class Corpus:
         self.columns = tuple(self.manifest["settings"]["columns"])
         self._size = self.manifest["settings"]["shard_size"]
         for number in range(self._shards()):
-            if self._open(number).metadata.num_rows != len(self._places(number)):
+            footer = self._open(number).metadata
+            if footer.num_rows != len(self._places(number)):
                 raise self._damaged(number, "it has another number of documents")
             name = _shard(self.folder, number).name
-            if (self._open(number).metadata.metadata or {}).get(b"shard") != name.encode():
+            if (footer.metadata or {}).get(b"shard") != name.encode():
                 raise self._damaged(number, f"it was not written as {name}")
 
     def __len__(self) -> int:

@@ -177,16 +177,12 @@ def _remedy(corpus: Corpus) -> str:
 
 def _read_about(corpus: Corpus) -> dict:
     "What `index.json` says. Raises `InputError`."
-    folder = corpus.folder / FOLDER
-    try:
-        about = read_json(folder / ABOUT, _remedy(corpus))
-        _ = about["state"], about["partitions"], about["files"]
-    except OSError:
-        raise InputError(
-            f"{corpus.folder} has no index; make it: `anchor index {corpus.folder}`"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / ABOUT} is damaged ({error}); {_remedy(corpus)}") from None
+    path = corpus.folder / FOLDER / ABOUT
+    if not path.exists():
+        raise InputError(f"{corpus.folder} has no index; make it: `anchor index {corpus.folder}`")
+    about = read_json(path, _remedy(corpus))
+    if missing := {"state", "partitions", "files"} - about.keys():
+        raise InputError(f"{path} is damaged (no {min(missing)!r}); {_remedy(corpus)}")
     return about
 
 
