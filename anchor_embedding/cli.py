@@ -549,8 +549,9 @@ def aa_check(args: argparse.Namespace) -> None:
 def compare(args: argparse.Namespace) -> None:
     "Scores beside the paper's, by task and category."
     from anchor_embedding.evaluate.paper import compare as compare_with_paper
+    from anchor_embedding.evaluate.paper import same_base
 
-    comparison = compare_with_paper(args.scores, args.paper)
+    comparison = compare_with_paper(args.scores, args.paper or same_base(args.scores))
     if args.out:
         comparison.save(args.out)
     print(comparison)
@@ -950,7 +951,7 @@ def _scoring_commands(commands) -> None:
         help="a scores.json, a folder of `anchor eval`, or a run",
     )
     words.add_argument(
-        "--paper", default="Llama-3.2-1B-Instruct", metavar="MODEL", help="the paper's base model"
+        "--paper", metavar="MODEL", help="the paper's base model (default: that of the scores)"
     )
     words.add_argument(
         "--out", type=Path, metavar="FILE", help="write it as .md, .html, .tex, .csv or .txt"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'CATEGORIES', 'paper_table', 'paper_tasks', 'paper_scores', 'paper_averages', 'gather_scores', 'Comparison',
-           'comparison_rows', 'compared_models', 'query_differences', 'compare', 'both_arms']
+           'comparison_rows', 'compared_models', 'query_differences', 'compare', 'same_base', 'both_arms']
 
 # %% ../../nbs/evaluate/50_paper.ipynb #27971fa1
 import html
@@ -625,6 +625,25 @@ def compare(
         paper,
         (*_sure(groups), *_unsure(groups), *left_out, *_remarks(everything)),
         mark,
+    )
+
+# %% ../../nbs/evaluate/50_paper.ipynb #67036c97
+def same_base(
+    scores,  # see `gather_scores`
+) -> str:  # the paper's base model
+    "The model of Tables 14 and 15 that these scores were trained from; InputError where none was."
+    bases = {
+        str(run.get("about", {}).get("recipe", {}).get("base", run.get("model", "")))
+        for runs in gather_scores(scores).values()
+        for run in runs
+    }
+    models = pd.concat([paper_table(14), paper_table(15)])["model"].unique()
+    for model in models:
+        if any(model.lower().removesuffix("-instruct") in base.lower() for base in bases):
+            return model
+    raise InputError(
+        f"the paper has no scores of {', '.join(sorted(bases))}; name the model to compare with: "
+        f"--paper {' or --paper '.join(models)}"
     )
 
 # %% ../../nbs/evaluate/50_paper.ipynb #befc65a4
