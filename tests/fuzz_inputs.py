@@ -918,7 +918,7 @@ def faults_of_part(part: int, parts: int, words: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PARTS = 3
+    PARTS = 2
     found = {}
     with ProcessPoolExecutor(PARTS, get_context("spawn")) as pool:
         for faults in pool.map(
