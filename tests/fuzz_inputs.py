@@ -85,7 +85,14 @@ GOOD = {
     "export": ("export", "{}/model", "--out", OUT),
     "check": ("check", "--data", PAIRS),
     "ceiling": ("ceiling", "{}/model", "--data", PAIRS, "--pairs", "4", "--out", OUT),
-    "compare": ("compare", "{}/scores.json", "--paper", "Llama-3.2-1B-Instruct", "--out", "{}/out.md"),
+    "compare": (
+        "compare",
+        "{}/scores.json",
+        "--paper",
+        "Llama-3.2-1B-Instruct",
+        "--out",
+        "{}/out.md",
+    ),
     "read": ("read", "{}/model", "a text", "--dtype", "float32", "--tokens", "4"),
     "recipes": ("recipes", "{}/recipe.toml"),
 }

@@ -691,8 +691,8 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
     bars = []
 
     class Kept(LogLines):
-        def __init__(self, *args):
-            super().__init__(*args, seconds=0)
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings, seconds=0)
             bars.append(self)
 
     monkeypatch.setattr("anchor_embedding.common.progress.LogLines", Kept)

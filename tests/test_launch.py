@@ -249,14 +249,17 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     out = str(tmp_path / "run")
     manager, kernel = client.start_new_kernel(kernel_name="python3", env=dict(os.environ))
     try:
-        kernel.execute(
+        asked = kernel.execute(
             f"from anchor_embedding.train.launch import launch\nlaunch({wanted!r}, 2, {out!r})"
         )
         wait_until(lambda: len(steps(tmp_path)) >= 42)
         time.sleep(1)
         processes = psutil.Process(manager.provisioner.process.pid).children(recursive=True)
         manager.interrupt_kernel()
-        reply = kernel.get_shell_msg(timeout=60)["content"]
+        answer = kernel.get_shell_msg(timeout=60)
+        while answer["parent_header"]["msg_id"] != asked:  # to what a slow start asked twice
+            answer = kernel.get_shell_msg(timeout=60)
+        reply = answer["content"]
         seen = []
         while not seen or seen[-1] != ("status", "idle"):
             message = kernel.get_iopub_msg(timeout=10)
