@@ -4,6 +4,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,10 @@ import time
 
 import numpy as np
 import pytest
+from notebook_checks import ROOT, find_notebooks
 
 from anchor_embedding import __version__
-from anchor_embedding.cli import main
+from anchor_embedding.cli import _parser, _spread, main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.corpus import Corpus
@@ -56,6 +59,30 @@ def command(*arguments, **options):
                                "sys.exit(main())", *map(str, arguments)],
         capture_output=True, text=True, env=environment, timeout=300, **options,
     )  # fmt: skip
+
+
+def shown_commands():
+    """(file, command) of every `anchor …` in a fenced block of a page."""
+    for path in [*find_notebooks(ROOT / "nbs"), *ROOT.glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["anchor"]:
+                    yield path.name, words[1:]
+
+
+def test_commands_that_pages_show_can_be_typed():
+    shown = list(shown_commands())
+    assert len(shown) > 40 and {"README.md", "3_own_pairs.ipynb"} <= {name for name, _ in shown}
+    for name, words in shown:
+        try:
+            _parser().parse_args(_spread(words))
+        except SystemExit as left:
+            assert left.code == 0, (name, words)  # --help, --version
 
 
 def test_help_is_quick_and_complete():
