@@ -172,7 +172,8 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
     )
     assert (tmp_path / "none-64-float32" / "scores.json").read_bytes() == before
     capsys.readouterr()
-    assert main(["compare", str(tmp_path / "none-64-float32"), str(other)]) == 0
+    two = [str(tmp_path / "none-64-float32"), str(other)]
+    assert main(["compare", *two, "--paper", "Llama-3.2-1B-Instruct"]) == 0
     shown = capsys.readouterr().out
     assert (
         "Asked with prompts paper though trained with instructions none" in shown
