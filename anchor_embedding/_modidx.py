@@ -619,6 +619,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._shard': ( 'embed/corpus.html#_shard',
                                                                                          'anchor_embedding/embed/corpus.py'),
+                                               'anchor_embedding.embed.corpus._sized': ( 'embed/corpus.html#_sized',
+                                                                                         'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._stored': ( 'embed/corpus.html#_stored',
                                                                                           'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._wait_for_first': ( 'embed/corpus.html#_wait_for_first',

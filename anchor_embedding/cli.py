@@ -269,6 +269,8 @@ def _source(texts: str):
 
 def _encode_on_many(args, folder: Path) -> None:
     "In processes that are started here; when one fails the others are ended."
+    from anchor_embedding.train.launch import LIFELINE
+
     if args.texts == "-":
         raise InputError("--nproc: several processes cannot share standard input; name a file")
     if args.nproc < 1:
@@ -277,10 +279,16 @@ def _encode_on_many(args, folder: Path) -> None:
     # the last --out counts
     words = [*_without(shlex.split(args.command)[1:], "--nproc"), "--out", str(folder)]
     command = [sys.executable, "-m", "anchor_embedding", *words]
-    shared = os.environ | {"WORLD_SIZE": str(args.nproc)}
+    lifeline, held = os.pipe()  # a worker ends when this process does, however that happens
+    shared = os.environ | {"WORLD_SIZE": str(args.nproc), LIFELINE: f"{lifeline} 0"}
     shared.setdefault("OMP_NUM_THREADS", str(threads))
     workers = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            command,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
         for rank in range(args.nproc)
     ]
     try:
@@ -292,6 +300,8 @@ def _encode_on_many(args, folder: Path) -> None:
         for worker in workers:
             worker.terminate()
         codes = [worker.wait() for worker in workers]
+        os.close(lifeline)
+        os.close(held)
     if any(codes):
         raise SystemExit(max(codes) if max(codes) > 0 else 1)
 
@@ -1098,7 +1108,7 @@ def _encode_command(commands) -> None:
         "--nproc", type=int, metavar="N", help="start N processes that share the shards"
     )
     words.add_argument(
-        "--shard-size", type=int, default=20_000, metavar="N", help="documents (default: 20000)"
+        "--shard-size", type=int, metavar="N", help="documents (default: an eighth, 1000 to 20000)"
     )
     words.add_argument(
         "--vector-dtype",

@@ -2,6 +2,7 @@
 and without a document twice; several processes show one line of progress.
 """
 
+import io
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from fcntl import ioctl
 from struct import pack
 from termios import TIOCSWINSZ
@@ -17,9 +19,10 @@ from termios import TIOCSWINSZ
 import numpy as np
 import psutil
 import pytest
+from tqdm import tqdm
 
-from anchor_embedding.cli import main
-from anchor_embedding.embed.corpus import Corpus
+import anchor_embedding.embed.corpus as corpus_module
+from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 from conftest import WORDS
 
@@ -106,14 +109,20 @@ def a_worker(parent: psutil.Process) -> list[psutil.Process]:
     return parent.children()[1:]
 
 
+def the_parent(parent: psutil.Process) -> list[psutil.Process]:
+    return [parent]
+
+
 def all_of_them(parent: psutil.Process) -> list[psutil.Process]:
     return [parent, *parent.children()]
 
 
-@pytest.mark.parametrize("victims", [a_worker, pytest.param(all_of_them, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victims", [a_worker, the_parent, pytest.param(all_of_them, marks=pytest.mark.slow)]
+)
 def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victims):
-    """SIGKILL to a process, or to all of them at once, as when the machine goes off: what is there
-    is whole, and `--resume` does the rest.
+    """SIGKILL to a worker, to the process that started them, or to all at once, as when the machine
+    goes off: nothing runs on, what is there is whole, and `--resume` does the rest.
     """
     home, texts, wanted = killed_corpus
     words = ["encode", base, "--in", home / "corpus.jsonl", "--out", tmp_path / "vectors"]
@@ -172,26 +181,46 @@ def on_a_terminal(*words) -> list[str]:
 
 
 def test_several_processes_show_one_line(base, tmp_path):
-    """All documents of all processes, how long it will take, and also those of before a stop."""
-    write_texts(tmp_path / "corpus.jsonl", 12_000)
+    """One bar, that of the first process, which begins at what was there before a stop."""
+    write_texts(tmp_path / "corpus.jsonl", 3_000)
     words = ["encode", base, "--in", tmp_path / "corpus.jsonl", "--out", tmp_path / "vectors"]
     words += ["--dtype", "float32", "--shard-size", "500", "--nproc", "2"]
-    last = 0
-    for _ in range(5):  # the first process may be done before the other has a shard
-        shutil.rmtree(tmp_path / "vectors", ignore_errors=True)
-        lines = on_a_terminal(*words)
-        bars = [line for line in lines if line.startswith("encode:")]
-        assert lines[-1].startswith("12,000 vectors") and len(lines) == len(bars) + 1, lines
-        counts = [int(re.search(r" (\d+)/12000 ", line)[1]) for line in bars]
-        # a second bar would begin again
-        assert counts == sorted(counts) and counts[0] == 0 and counts[-1] <= 12_000, lines
-        last = max(last, counts[-1])
-        if last > 6_000:
-            break
-    assert last > 6_000, "a bar of the first process alone ends at 6,000"
+    lines = on_a_terminal(*words)
+    bars = [line for line in lines if line.startswith("encode:")]
+    assert lines[-1].startswith("3,000 vectors") and len(lines) == len(bars) + 1, lines
+    counts = [int(re.search(r" (\d+)/3000 ", line)[1]) for line in bars]
+    # a second bar would begin again
+    assert counts == sorted(counts) and counts[0] == 0 and 1_500 <= counts[-1] <= 3_000, lines
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", bars[-1]), bars[-1]
 
-    (tmp_path / "vectors" / "shard-00006.parquet").unlink()  # of the first process
+    (tmp_path / "vectors" / "shard-00004.parquet").unlink()  # of the first process
     lines = on_a_terminal(*words, "--resume")
-    assert " 11500/12000 " in lines[0], lines
-    assert main([str(word) for word in words] + ["--resume"]) == 0
+    assert " 2500/3000 " in lines[0], lines
+
+
+def test_the_line_counts_what_other_processes_write(base, tmp_path, monkeypatch):
+    """The bar of the first of two processes ends at all documents when the other is done first."""
+    write_texts(tmp_path / "corpus.jsonl", 90)
+    model = Embedder.from_pretrained(base, dtype="float32")
+    settings = CorpusSettings(shard_size=10)
+    given = (model, tmp_path / "corpus.jsonl")
+    encode_corpus(*given, tmp_path / "whole", settings, progress=False)
+    write = corpus_module._write_shard
+
+    def meanwhile(path, *rest):
+        write(path, *rest)
+        for number in range(1, 9, 2):  # those of the second process
+            shutil.copy(tmp_path / "whole" / f"shard-{number:05d}.parquet", path.parent)
+
+    bars = []
+
+    @contextmanager
+    def kept(total, desc, unit, initial, progress):
+        bars.append(tqdm(total=total, initial=initial, file=io.StringIO()))
+        yield bars[0]
+
+    monkeypatch.setattr(corpus_module, "_write_shard", meanwhile)
+    monkeypatch.setattr(corpus_module, "progress_bar", kept)
+    encode_corpus(*given, tmp_path / "half", settings, rank=0, world=2)
+    assert bars[0].n == 90
+    np.testing.assert_array_equal(*(vectors_of(Corpus(tmp_path / n)) for n in ("whole", "half")))

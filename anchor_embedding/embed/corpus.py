@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -45,12 +45,13 @@ class CorpusSettings:
     instruction: str | None = None  # in front of every document; mostly none
     dtype: str = "float32"  # of the vectors on disk: float32 or float16
     normalize: bool = False  # vectors of length 1
-    shard_size: int = 20_000  # documents in a shard
+    # documents in a shard; None: an eighth of the corpus, from 1,000 to 20,000
+    shard_size: int | None = None
 
     def __post_init__(self):
         if self.dtype not in ("float32", "float16"):
             raise InputError(f"vectors are kept as float32 or float16, not as {self.dtype}")
-        if self.shard_size < 1:
+        if self.shard_size is not None and self.shard_size < 1:
             raise InputError(f"shard_size = {self.shard_size}: a shard has at least one document")
         if clash := {"id", "vector"} & {*self.columns}:
             raise InputError(f"the column {min(clash)!r} is there in any case; do not ask for it")
@@ -61,6 +62,14 @@ class CorpusSettings:
 def _known_vector(embedder: Embedder) -> np.ndarray:
     "(d,) float32: what this model makes of a sentence that everybody knows."
     return embedder.encode(KNOWN_SENTENCE, normalize=True)
+
+
+def _sized(settings: CorpusSettings, documents: int) -> CorpusSettings:
+    "With a size of its shards: several processes find work also in a small corpus."
+    if settings.shard_size is not None:
+        return settings
+    eighth = -(-documents // 8)
+    return replace(settings, shard_size=min(20_000, max(1_000, eighth)))
 
 
 def _manifest(embedder: Embedder, overview: Overview, settings: CorpusSettings) -> dict:
@@ -189,6 +198,7 @@ def encode_corpus(
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     folder = Path(folder)
     overview = look_over(source, settings.columns)
+    settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
     if rank == 0:
         _begin(folder, manifest, resume)
