@@ -396,7 +396,10 @@ def check(args: argparse.Namespace) -> None:
     from anchor_embedding.common.show import counted
     from anchor_embedding.data.check import check_data, plot_lengths
 
-    found = check_data(args.data)
+    counted_in = {}
+    if args.base:
+        counted_in = {"measure": _token_lengths(args.base), "unit": "tokens"}
+    found = check_data(args.data, **counted_in)
     print(json.dumps(found.to_dict()) if args.json else found)
     if args.plot:
         figure = plot_lengths(found)
@@ -413,6 +416,22 @@ def check(args: argparse.Namespace) -> None:
             f"{args.data}: {counted(found.bad_rows, 'bad row')}; correct them, or "
             "train with --set on_bad_row=skip"
         )
+
+
+def _token_lengths(base: str):
+    "Counts the tokens of texts as `max_length` does: with the template and the EOS token."
+    from anchor_embedding.common.settings import LARGEST
+    from anchor_embedding.model.base import resolve_base
+    from anchor_embedding.model.loading import load_tokenizer
+    from anchor_embedding.model.text import TextTokenizer
+
+    tokenizer = load_tokenizer(resolve_base(base, _say).path)
+    text_tokenizer = TextTokenizer(tokenizer, max_length=LARGEST)
+
+    def lengths(texts):
+        return [len(text) for text in text_tokenizer(texts)]
+
+    return lengths
 
 # %% ../nbs/cli/10_cli.ipynb #c1b066f5
 def mine(args: argparse.Namespace) -> None:
@@ -904,6 +923,12 @@ def _telling_commands(commands) -> None:
     words.add_argument("--json", **_JSON)
     words = _command(commands, check, "--data pairs.jsonl --plot lengths.png")
     words.add_argument("--data", required=True, **_DATA)
+    words.add_argument(
+        "--base",
+        metavar="NAME_OR_PATH",
+        help="give lengths in tokens of this base model, as max_length counts them "
+        "(default: in characters)",
+    )
     words.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the lengths of the texts"
     )

@@ -584,6 +584,21 @@ def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     assert "pictures cannot be written as .bla" in capsys.readouterr().err
 
 
+def test_check_counts_tokens_as_max_length_does(base, pairs, capsys):
+    assert main(["check", "--data", str(pairs), "--base", str(base), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    (figures,) = found["datasets"].values()
+    tokenizer = TextTokenizer(tiny_tokenizer("smollm2"))
+    for side in ("query", "positive"):
+        lengths = [len(text) for text in tokenizer([row[side] for row in rows])]
+        assert figures["lengths"][side]["max"] == max(lengths)
+        assert figures["lengths"][side]["median"] in lengths
+    assert found["unit"] == "tokens"
+    assert main(["check", "--data", str(pairs), "--base", "no/such-base"]) == 2
+    assert "no/such-base" in capsys.readouterr().err
+
+
 def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs, capsys, tmp_path):
     def refused(*more):
         return failure(

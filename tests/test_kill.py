@@ -10,13 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from anchor_embedding.common.files import write_text
+from anchor_embedding.common.provenance import device_name, source_commit
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.train.recipe import Recipe
 
@@ -126,6 +130,22 @@ class Run:
         return sorted(path.name for path in self.folder.rglob(".*"))
 
 
+@pytest.fixture(scope="module")
+def counts():
+    """Kills by test and by kind, every one followed by a resumption to the same bits. They are
+    written to the file that `KILLS_FILE` names: the committed `kills.json` came from
+    `KILLS_FILE=tests/kills.json pytest -n0 tests/test_kill.py --run-slow -k killed`.
+    """
+    kept = {}
+    yield kept
+    if path := os.environ.get("KILLS_FILE"):
+        about = {"commit": source_commit(), "torch": torch.__version__}
+        about |= {"device": device_name(torch.device("cpu")), "date": time.strftime("%Y-%m-%d")}
+        total = sum(sum(kinds.values()) for kinds in kept.values())
+        record = {"kills": total, "about": about, "tests": kept}
+        write_text(path, json.dumps(record, indent=1) + "\n")
+
+
 @pytest.fixture
 def prepare(tmp_path, base, driver):
     """A run that has not begun, beside `whole`, one that nothing has disturbed."""
@@ -221,26 +241,26 @@ def test_killed_runs_go_on_to_the_same_bits(prepare, stage, tuning):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "tuning"), list(itertools.product(STAGES, TUNING)))
-def test_killed_often(prepare, stage, tuning):
+def test_killed_often(prepare, counts, stage, tuning):
     killed = kill_often(*prepare(stage, tuning), kills=9, seed=2)
-    print(f"{stage}, {tuning}: killed {dict(killed)}")
+    counts[f"{stage}, {tuning}: at random"] = dict(killed)
     assert all(killed[kind] for kind in ("time", "operation", "write"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
-def test_killed_at_every_file_operation(prepare, stage, tuning):
+def test_killed_at_every_file_operation(prepare, counts, stage, tuning):
     run, whole = prepare(stage, tuning)
     for count in range(1, whole.operations + 1):
         assert run(action="kill", count=count) == -signal.SIGKILL
         assert run() == 0, run.log
         check_same(run, whole)
         shutil.rmtree(run.folder)
-    print(f"{stage}, {tuning}: killed at each of {whole.operations} file operations")
+    counts[f"{stage}, {tuning}: at every file operation"] = {"operation": whole.operations}
 
 
 @pytest.mark.slow
-def test_killed_while_the_result_is_replaced(prepare):
+def test_killed_while_the_result_is_replaced(prepare, counts):
     """A finished run that is started again writes `final` again."""
     run, whole = prepare("reconstruction")
     assert run() == 0, run.log
@@ -250,6 +270,12 @@ def test_killed_while_the_result_is_replaced(prepare):
         assert run() == 0, run.log
         check_same(run, whole)
     assert count > 5
+    counts["while the result is replaced"] = {"operation": count - 1}
+
+
+def test_the_committed_counts():
+    kept = json.loads(Path(__file__).with_name("kills.json").read_text())
+    assert kept["kills"] == sum(sum(kinds.values()) for kinds in kept["tests"].values()) >= 100
 
 
 @pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])

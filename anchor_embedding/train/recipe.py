@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field, InstanceOf, ValidationError
 from ..common.errors import InputError
 from ..common.files import write_text
 from anchor_embedding.common.settings import (
+    LARGEST,
     STRICT,
     BelowOne,
     Checked,
@@ -119,7 +120,7 @@ class TextSettings(BaseModel):
     # bidirectional: a token also sees those after it, in the encode pass
     attention: Literal["causal", "bidirectional"] = "causal"
     # tokens of the encode input, template and EOS included
-    max_length: Annotated[int, Field(ge=8)] = 512
+    max_length: Annotated[int, Field(ge=8, le=LARGEST)] = 512
 
 # %% ../../nbs/train/10_recipe.ipynb #a8f7f049
 class OptimisationSettings(BaseModel):
@@ -170,7 +171,7 @@ class RunSettings(BaseModel):
     # bfloat16: autocast over float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # tokens in a micro-batch; "auto": as many as fit
-    token_budget: Annotated[int, Field(ge=8)] | Literal["auto"] = 8192
+    token_budget: Annotated[int, Field(ge=8, le=LARGEST)] | Literal["auto"] = 8192
     # "fsdp": weights, gradients and optimiser state are spread over the processes
     sharding: Literal["none", "fsdp"] = "none"
     # less memory, a third slower; "auto": where they do not fit otherwise
