@@ -146,6 +146,28 @@ def test_many_processes_equal_one(groups, processes, sharding, case):
         )
 
 
+GATHER = """
+import torch
+from accelerate import Accelerator
+from anchor_embedding.model.ranks import gather_rows
+
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+parts = gather_rows(accelerator, torch.full((3 - 2 * rank, 2), float(rank)))
+assert [part.tolist() for part in parts] == [[[0.0, 0.0]] * 3, [[1.0, 1.0]]], parts
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_rows_are_gathered_where_processes_hold_different_numbers(tmp_path):
+    (tmp_path / "gather.py").write_text(GATHER)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(tmp_path / "gather.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def resumed(folder):
     """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded and by
