@@ -1,23 +1,26 @@
 """Faults that once passed every test: each has one of its own here."""
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import anchor_embedding.data.store as store_module
 from anchor_embedding.cli import main
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.train.loop import learning_rate
-from anchor_embedding.train.prepare import prepare_embedder
+from anchor_embedding.train.prepare import make_data, prepare_embedder, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.stage import open_run, train
 
@@ -133,18 +136,40 @@ def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_
     assert trained == [True] * 3
 
 
+def batches_of_rows(examples):
+    "Batches of 1024, 512, 1024, … rows."
+    examples = iter(examples)
+    for size in itertools.cycle((1024, 512)):
+        if not (rows := [*itertools.islice(examples, size)]):
+            return
+        yield rows
+
+
 def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monkeypatch):
     """More rows than one batch of the file holds, asked for in any order."""
     monkeypatch.setenv("ANCHOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store_module, "_chunks", batches_of_rows)
     wanted = [Example(f"query {i}", f"positive {i}", (f"no {i}",), "many") for i in range(5000)]
     with open(tmp_path / "many.jsonl", "w") as file:
         for pair in wanted:
             row = {"query": pair.query, "positive": pair.positive, "negative": pair.negatives[0]}
             file.write(json.dumps(row) + "\n")
     store = open_examples(tmp_path / "many.jsonl", say=quiet)
-    places = [4999, 0, 1023, 1024, 1025, 2047, 2048, 3333, 1]
+    places = [4999, 0, 1023, 1024, 1025, 1535, 1536, 1537, 2559, 2560, 3333, 1]
     assert store.take(places) == [wanted[place] for place in places]
     assert list(store) == wanted
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_processes_share_a_batch(base, examples, pairs, balanced):
+    """Every pair of a batch is one process's, and no two have the same."""
+    recipe = small(base, pairs)
+    data = make_data(recipe, prepare_tokenizer(recipe, recipe.base), examples)
+    data = replace(data, balanced=balanced)
+    for world in (1, 2, 4):
+        shares = [[*data.places(1, rank, world)] for rank in range(world)]
+        assert sorted(itertools.chain(*shares)) == list(range(8))
+        assert {len(share) for share in shares} == {8 // world}
 
 
 def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pairs, tmp_path):

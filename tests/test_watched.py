@@ -1,5 +1,6 @@
 """What Stage I measures beside its loss, on which pairs, and what it is held against."""
 
+import itertools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.objectives.reconstruction import anchor_gain
+from anchor_embedding.train.loop import watched_batch
 from anchor_embedding.train.prepare import make_data, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.stage import WATCHED, open_run, train
@@ -93,6 +95,15 @@ def test_pairs_that_the_caller_holds_out(base, examples, tmp_path):
         heldout=examples[30:],
     )
     assert check(recipe(base), tmp_path / "run", examples[30:38])["watched"] == "8 held-out pairs"
+
+
+def test_processes_share_the_pairs_that_are_watched(base, examples, tmp_path):
+    run = open_run(recipe(base), tmp_path / "run", examples[:30], say=quiet, heldout=examples[30:])
+    run.close()
+    whole = [text.ids for text in watched_batch(run, 0, 1).queries]
+    parts = [[text.ids for text in watched_batch(run, rank, 3).queries] for rank in range(3)]
+    assert len(whole) == 8 and [len(part) for part in parts] == [3, 3, 2]
+    assert sorted(itertools.chain(*parts)) == sorted(whole)
 
 
 def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):
