@@ -584,6 +584,14 @@ def test_data_check_counts_and_draws(pairs, capsys, tmp_path):
     assert "pictures cannot be written as .bla" in capsys.readouterr().err
 
 
+def test_a_pipe_is_refused_where_data_are_read_twice(base, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    words = ["--in", str(tmp_path / "pipe.jsonl"), "--out", str(tmp_path / "vectors")]
+    for command in (["check", "--data", words[1]], ["encode", str(base), *words]):
+        assert main(command) == 2
+        assert "pipe.jsonl: is a pipe or a device" in capsys.readouterr().err
+
+
 def test_check_counts_tokens_as_max_length_does(base, pairs, capsys):
     assert main(["check", "--data", str(pairs), "--base", str(base), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -82,6 +82,11 @@ def find_files(
             "folder of them)"
         )
     if not path.is_dir():
+        if not path.is_file():
+            raise InputError(
+                f"{path}: is a pipe or a device, which is read only once; name a file, or give the "
+                "texts on standard input (--in -)"
+            )
         if _suffix(path, (".tsv", ".json", ".npy", ".gz")) and not _suffix(path, _ROWS + _LINES):
             raise InputError(f"{path}: unknown kind of file; texts are read from {known}")
         return [path]

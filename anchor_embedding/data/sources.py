@@ -423,6 +423,8 @@ def find_parts(
             f"{path}: there is no such file or folder; give the path of your data "
             f"({_FORMATS}, or a folder of them)"
         )
+    if not path.is_dir() and not path.is_file():
+        raise InputError(f"{path}: is a pipe or a device, which is read only once; name a file")
     if (path / "corpus.jsonl").exists() or (path / "corpus.jsonl.gz").exists():
         return [_beir_part(path)]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
