@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 import anchor_embedding.data.store as store_module
 from anchor_embedding.cli import main
+from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
@@ -194,6 +196,43 @@ def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pai
     finally:
         run.close()
     assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3, 1.5e-3])
+
+
+def test_evaluations_come_as_often_as_asked_for_and_at_the_end(base, examples, pairs, tmp_path):
+    """Also over a run that goes on: none is left out, none comes twice."""
+    recipe = small(base, pairs, steps=5, eval_every=2, checkpoint_every=3)
+
+    def run(**settings):
+        train(
+            recipe,
+            tmp_path / "run",
+            examples,
+            evaluate=lambda embedder: {"figure": 1.0},
+            progress=False,
+            say=quiet,
+            **settings,
+        )
+        lines = (tmp_path / "run" / "evals.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    assert run() == [0, 2, 4, 5]
+    for name in ("final", "step-000005"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert run(resume=True) == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_loss_that_is_no_number_ends_the_run(base, examples, pairs, tmp_path, value):
+    run = open_run(small(base, pairs), tmp_path / "run", examples, say=quiet)
+    before = [weight.clone() for weight in run.decoder.parameters()]
+    real = run.objective
+    run.objective = SimpleNamespace(step=lambda *given: real.step(*given) | {"loss": value})
+    try:
+        with pytest.raises(InputError, match=rf"the loss is {value} at step 1; lower"):
+            run.step(0)
+    finally:
+        run.close()
+    assert all(map(torch.equal, before, run.decoder.parameters()))
 
 
 def test_adapters_begin_as_the_seed_says(base, pairs):
