@@ -1277,9 +1277,18 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         super().__init__(allow_abbrev=False, **settings)
 
+    def parse_known_args(self, args=None, namespace=None):
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str):
         chosen = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         unknown = re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        if "arguments are required" in message:
+            own = _options(self)
+            given = [word.partition("=")[0] for word in self.given if word.startswith("--")]
+            for word in [word for word in given if word not in own]:
+                message += f"; unknown: {word}, {closest(word, own, 'see --help')}"
         if chosen:
             message += "; " + closest(chosen[1], re.findall("'(.*?)'", chosen[2]), "see --help")
         if unknown:
@@ -1334,9 +1343,8 @@ def _spread(arguments: list[str]) -> list[str]:
 _GREETING = """anchor turns a decoder language model into a text embedder. To begin with:
 
   anchor quickstart                                  train on a small model, and read the report
-  anchor check --data pairs.jsonl                    look at pairs of your own
   anchor train baseline --data pairs.jsonl --set base=SmolLM2-135M-Instruct
-                                                     train on them
+                                                     train on pairs of your own
   anchor encode MODEL --in texts.txt --out vectors   turn texts into vectors
   anchor search MODEL vectors "a question"           find the nearest of them
   anchor eval MODEL --tasks SciFact                  score a model with mteb

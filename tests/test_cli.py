@@ -267,6 +267,22 @@ def test_recipes_are_listed_and_shown(capsys):
     assert "alpha = 0.5" in capsys.readouterr().out
 
 
+def test_the_nearest_name_is_said(base, pairs, capsys, tmp_path):
+    """Of options, also where another is missing; of objectives, benches and paths."""
+    for near, command in {
+        "unknown: --inn, did you mean `--in`?": ["encode", "m", "--inn", "x", "--out", "y"],
+        "did you mean `encode`?": ["bench", "encod"],
+        "did you mean `contrastive`?": ["train", "stage2", "--set", "objective=contrastiv"],
+        f"did you mean `{pairs}`?": ["check", "--data", f"{pairs}x"],
+        f"did you mean `{base}`?": ["encode", f"{base}x", "--in", str(pairs), "--out", "vectors"],
+    }.items():
+        try:
+            assert main(command) == 2
+        except SystemExit as end:
+            assert end.code == 2
+        assert near in capsys.readouterr().err
+
+
 def test_bad_settings_are_named(base, pairs, capsys, tmp_path):
     assert "alpha" in failure(
         capsys, "train", "stage2", *settings(base, pairs, "alpha=0.5"), "--dry-run"

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..common.errors import InputError
+from ..common.files import near_path
 from .examples import with_title
 from anchor_embedding.data.sources import (
     BadRow,
@@ -79,7 +80,7 @@ def find_files(
     if not path.exists():
         raise InputError(
             f"{path}: there is no such file or folder; give the path of your texts ({known}, or a "
-            "folder of them)"
+            f"folder of them){near_path(path)}"
         )
     if not path.is_dir():
         if not path.is_file():

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import InputError
+from ..common.files import near_path
 from anchor_embedding.data.examples import (
     NEGATIVES,
     POSITIVE,
@@ -421,7 +422,7 @@ def find_parts(
             return [_hub_part(source, *hub.groups())]
         raise InputError(
             f"{path}: there is no such file or folder; give the path of your data "
-            f"({_FORMATS}, or a folder of them)"
+            f"({_FORMATS}, or a folder of them){near_path(path)}"
         )
     if not path.is_dir() and not path.is_file():
         raise InputError(f"{path}: is a pipe or a device, which is read only once; name a file")

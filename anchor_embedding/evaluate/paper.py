@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import near_path, write_text
 from ..common.scores import read_queries, read_scores
 from ..common.show import CSS
 from .significance import Difference, compare_with
@@ -136,6 +136,8 @@ def _score_files(path) -> list[Path]:
         if (path / "scores.json").is_file()
         else sorted(path.glob("**/scores.json"))
     )
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file or folder{near_path(path)}")
     if not found:
         raise InputError(
             f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), "

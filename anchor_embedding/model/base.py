@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder
+from ..common.files import atomic_folder, cache_folder, near_path
 
 # %% ../../nbs/model/80_base.ipynb #caa4ef15
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -186,7 +186,7 @@ def _check_hub(name: str) -> None:
         why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
         raise InputError(
             f"cannot load model {name!r}: there is no such folder, and {why}; check "
-            "the path or name"
+            f"the path or name{near_path(name)}"
         ) from None
 
 # %% ../../nbs/model/80_base.ipynb #ba5bf2bb

@@ -7,6 +7,7 @@ __all__ = ['DIRECTIONS', 'ITSELF', 'SIDES', 'TextLengths', 'PairTokens', 'Object
            'name_of', 'objectives_with']
 
 # %% ../../nbs/objectives/10_objective.ipynb #555402b1
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,8 +179,10 @@ def find_objective(
         return found
     if name not in objective_names():
         known = ", ".join(objective_names())
+        near = difflib.get_close_matches(str(name), objective_names(), n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
         raise InputError(
-            f'`objective` = {name!r}: must be one of {known}, or "package.module:Class"'
+            f'`objective` = {name!r}: must be one of {known}, or "package.module:Class"{hint}'
         )
     inside = vars(_import(f"{objectives.__name__}.{name}", name)).values()
     return next(

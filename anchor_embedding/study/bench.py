@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.provenance import device_name, installed_versions, source_commit
+from ..common.settings import closest
 from ..data.examples import Example
 from ..embed.embedder import load_embedder
 from ..model.loading import choose_device, choose_dtype
@@ -354,7 +355,7 @@ KINDS = {"stage1": stage1, "stage2": stage2, "encode": encode}
 def check_kind(kind: str) -> tuple[str, ...]:
     "The kinds that are meant. Raises `InputError` for an unknown one."
     if kind not in (*KINDS, "all"):
-        raise InputError(f"unknown bench {kind!r}: choose {', '.join(KINDS)} or all")
+        raise InputError(f"unknown bench {kind!r}; {closest(kind, (*KINDS, 'all'))}")
     return tuple(KINDS) if kind == "all" else (kind,)
 
 
