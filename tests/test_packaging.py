@@ -15,6 +15,7 @@ import zipfile
 from configparser import ConfigParser
 from email.parser import Parser
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import yaml
@@ -253,6 +254,21 @@ LIGHT = [
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_neither_torch_nor_transformers(module):
     python(BLOCK + f"import anchor_embedding.{module}", *HEAVY[:2])
+
+
+def test_shell_scripts_are_clean(tmp_path):
+    """Those of the project, and those that pages show, such as the one for Slurm."""
+    scripts = [ROOT / ".ci" / "run", ROOT / ".ci" / "prepare"]
+    for path in find_notebooks(ROOT / "nbs"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            blocks = re.findall(r"^```sh\n(#!.*?)^```", "".join(cell["source"]), re.DOTALL | re.M)
+            for block in blocks:
+                scripts.append(tmp_path / f"{path.stem}-{len(scripts)}")
+                scripts[-1].write_text(block)
+    assert any("#SBATCH" in script.read_text() for script in scripts)
+    command = [Path(sys.executable).with_name("shellcheck"), *scripts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- what is written twice
