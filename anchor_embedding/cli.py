@@ -399,10 +399,10 @@ def check(args: argparse.Namespace) -> None:
     counted_in = {}
     if args.base:
         counted_in = {"measure": _token_lengths(args.base), "unit": "tokens"}
-    found = check_data(args.data, **counted_in)
-    print(json.dumps(found.to_dict()) if args.json else found)
+    checked = check_data(args.data, **counted_in)
+    print(json.dumps(checked.to_dict()) if args.json else checked)
     if args.plot:
-        figure = plot_lengths(found)
+        figure = plot_lengths(checked)
         kind = args.plot.suffix.lstrip(".").lower() or "png"
         if kind not in figure.canvas.get_supported_filetypes():
             raise InputError(
@@ -411,9 +411,9 @@ def check(args: argparse.Namespace) -> None:
             )
         with atomic_file(args.plot) as aside:
             figure.savefig(aside, dpi=150, format=kind)
-    if found.bad_rows:
+    if checked.bad_rows:
         raise InputError(
-            f"{args.data}: {counted(found.bad_rows, 'bad row')}; correct them, or "
+            f"{args.data}: {counted(checked.bad_rows, 'bad row')}; correct them, or "
             "train with --set on_bad_row=skip"
         )
 
@@ -472,10 +472,10 @@ def evaluate(args: argparse.Namespace) -> None:
     from anchor_embedding.evaluate.benchmark import evaluate_models
     from anchor_embedding.evaluate.scores import scores_table, table_markdown
 
-    found = evaluate_models(args.models, _tasks(args), args.out, say=_say, **_scoring(args))
-    print(table_markdown(scores_table(found)))
+    scores = evaluate_models(args.models, _tasks(args), args.out, say=_say, **_scoring(args))
+    print(table_markdown(scores_table(scores)))
     _say(f"{args.out}: scores.json of each model, and mteb's own result files")
-    _fail_for(found)
+    _fail_for(scores)
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -483,9 +483,9 @@ def sweep(args: argparse.Namespace) -> None:
     from anchor_embedding.evaluate.scores import scores_table, table_markdown
     from anchor_embedding.evaluate.sweep import sweep as sweep_run
 
-    found = sweep_run(args.run_folder, args.every, _tasks(args), say=_say, **_scoring(args))
-    print(table_markdown(scores_table(found)))
-    _fail_for(found)
+    scores = sweep_run(args.run_folder, args.every, _tasks(args), say=_say, **_scoring(args))
+    print(table_markdown(scores_table(scores)))
+    _fail_for(scores)
 
 
 def _tasks(args) -> str | None:
@@ -503,11 +503,11 @@ def _scoring(args) -> dict:
     }
 
 
-def _fail_for(found: list[dict]) -> None:
+def _fail_for(scored: list[dict]) -> None:
     "Raise `InputError` when a task or a model failed; all others are done by then."
     failed = [
         f"{scores['model']}: {name}: {reason}"
-        for scores in found
+        for scores in scored
         for name, reason in scores.get("errors", {}).items()
     ]
     if failed:
@@ -598,12 +598,12 @@ def ceiling(args: argparse.Namespace) -> None:
         "first_tokens": args.first_tokens,
         "token_budget": args.token_budget,
     }
-    found = measure_ceilings(
+    measured = measure_ceilings(
         embedder.decoder, embedder.tokenizer, pairs, embedder.decode_opening, say=_say, **how
     )
-    print(found)
+    print(measured)
     if args.out:
-        record = {"about": _about(args, embedder.decoder), **found.to_dict()}
+        record = {"about": _about(args, embedder.decoder), **measured.to_dict()}
         write_text(args.out, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 # %% ../nbs/cli/10_cli.ipynb #5e09b2d6
@@ -1298,12 +1298,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
     "The words of all options of a parser and of its commands."
-    found = set(parser._option_string_actions)
+    words_of_options = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for words in action.choices.values():
-                found |= _options(words)
-    return found
+                words_of_options |= _options(words)
+    return words_of_options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -188,14 +188,14 @@ def read_json(
 ) -> dict:
     "The object in a JSON file. Raises `InputError` for a file without one."
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{path} is damaged (it holds no JSON object); {remedy}")
-    return found
+    return content
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:

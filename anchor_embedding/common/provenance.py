@@ -45,14 +45,14 @@ def installed_versions(
     *packages: str,  # as they are installed; also "anchor_embedding" and "python"
 ) -> dict[str, str]:  # package → version, in this order
     "Versions of those packages that are installed; the others are left out."
-    found = {"anchor_embedding": __version__, "python": platform.python_version()}
+    versions = {"anchor_embedding": __version__, "python": platform.python_version()}
     for package in packages:
-        if package not in found:
+        if package not in versions:
             try:
-                found[package] = version(package)
+                versions[package] = version(package)
             except PackageNotFoundError:
                 continue
-    return {package: found[package] for package in packages if package in found}
+    return {package: versions[package] for package in packages if package in versions}
 
 # %% ../../nbs/common/15_provenance.ipynb #18e3e7b7
 def device_name(

@@ -273,28 +273,28 @@ def _check_html(check):
     )
 
 # %% ../../nbs/data/35_check.ipynb #41c4be8c
-def _length_summaries(found):
+def _length_summaries(source):
     "{dataset: {field: summary}} of a check or a store."
-    if isinstance(found, DataCheck):
+    if isinstance(source, DataCheck):
         return {
-            name: figures["lengths"] for name, figures in found.datasets.items() if figures["rows"]
+            name: figures["lengths"] for name, figures in source.datasets.items() if figures["rows"]
         }
     each = {
-        "query": found._codes,
-        "positive": found._codes,
-        "negatives": np.repeat(found._codes, found.negatives_per_row),
+        "query": source._codes,
+        "positive": source._codes,
+        "negatives": np.repeat(source._codes, source.negatives_per_row),
     }
     return {
         name: {
-            field: length_summary(found.characters[field][codes == code])
+            field: length_summary(source.characters[field][codes == code])
             for field, codes in each.items()
         }
-        for code, name in enumerate(found.datasets)
+        for code, name in enumerate(source.datasets)
     }
 
 
 def plot_lengths(
-    found: DataCheck | ExampleStore,
+    source: DataCheck | ExampleStore,
 ):  # a matplotlib figure
     """Lengths of queries, positives and negatives: percentiles of every dataset, on a
     logarithmic axis.
@@ -302,8 +302,8 @@ def plot_lengths(
     from matplotlib.figure import Figure
 
     register_figures()
-    unit = found.unit if isinstance(found, DataCheck) else "characters"
-    summaries = _length_summaries(found)
+    unit = source.unit if isinstance(source, DataCheck) else "characters"
+    summaries = _length_summaries(source)
     figure = Figure(figsize=(8, 0.9 + 0.21 * len(summaries)), layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, field in zip(panels, ("query", "positive", "negatives"), strict=True):

@@ -99,22 +99,22 @@ def _source_files(top):
     "The Python files of one package folder or module, sorted."
     if top.is_file():
         return [top]
-    found = []
+    python_files = []
     for folder, folders, files in os.walk(top):
         folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
-        found += [
+        python_files += [
             Path(folder, file)
             for file in sorted(files)
             if file.endswith(".py") and not file.startswith("test_")
         ]
-    return found
+    return python_files
 
 
 def _packages(roots):
     """{import name: its folder or file}, sorted by name; in the order of `roots`, the first one
     wins.
     """
-    found = {}
+    folders = {}
     for root in roots:
         for top in sorted(root.iterdir()):
             name = (
@@ -125,8 +125,8 @@ def _packages(roots):
                 else ""
             )
             if name.isidentifier() and name not in _SKIPPED_FOLDERS and name != _OWN_PACKAGE:
-                found.setdefault(name, top)
-    return dict(sorted(found.items()))
+                folders.setdefault(name, top)
+    return dict(sorted(folders.items()))
 
 # %% ../../nbs/data/20_docstrings.ipynb #146facca
 def _versions(roots):
@@ -145,13 +145,13 @@ def _versions(roots):
 # %% ../../nbs/data/20_docstrings.ipynb #64edc714
 def _read_pairs(paths):
     "For each file its pairs."
-    found = []
+    of_files = []
     for path in paths:
         try:
-            found.append(_pairs_in(Path(path).read_bytes()))
+            of_files.append(_pairs_in(Path(path).read_bytes()))
         except OSError:
-            found.append([])
-    return found
+            of_files.append([])
+    return of_files
 
 
 _WORKER = (
@@ -229,12 +229,12 @@ def _package_pairs(tops, versions, cache, workers, say):
     say(f"reading the docstrings of {len(tops):,} packages")
     files = [(name, file) for name, top in tops.items() for file in _source_files(top)]
     pairs = {name: [] for name in tops}
-    for (name, _), found in zip(
+    for (name, _), of_file in zip(
         files,
         _read_all([str(file) for _, file in files], workers if len(files) > 1000 else 1),
         strict=True,
     ):
-        pairs[name] += found
+        pairs[name] += of_file
     if path:
         _save_cache(path, pairs)
     return pairs

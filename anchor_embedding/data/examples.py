@@ -61,22 +61,22 @@ def _text_of(row, names, where):
 
 def raw_negatives(row: dict) -> list:
     "The values of all fields of negatives, in the order of the row, as they were read."
-    found = []
+    negatives = []
     for key, value in row.items():
         if value is not None and NEGATIVES.fullmatch(str(key)):
-            found += value if isinstance(value, list) else [value]
-    return found
+            negatives += value if isinstance(value, list) else [value]
+    return negatives
 
 
 def _negatives_of(row, where):
     "The negatives of a row, blank ones left out."
-    found = raw_negatives(row)
-    if wrong := [text for text in found if not isinstance(text, str)]:
+    negatives = raw_negatives(row)
+    if wrong := [text for text in negatives if not isinstance(text, str)]:
         raise InputError(
             f"{where}: a negative must be a text, but one is {_kind(wrong[0])}; "
             "write a list of strings"
         )
-    return [clean(text) for text in found if text.strip()]
+    return [clean(text) for text in negatives if text.strip()]
 
 # %% ../../nbs/data/10_examples.ipynb #c11712d8
 def _passages_of(row, key, where):

@@ -265,18 +265,19 @@ def _beir_rows(corpus, queries, qrels, opened):
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answers:
         asked = _Texts(asked, judged)
         answers = _Texts(
-            answers, (document for found in judged.values() for document, _, _ in found)
+            answers,
+            (document for documents_of in judged.values() for document, _, _ in documents_of),
         )
         yield from asked.fill(queries, opened)
         yield from answers.fill(corpus, opened)
-        for query, found in judged.items():
+        for query, documents_of in judged.items():
             if query not in asked:
                 yield (
-                    found[0][1],
+                    documents_of[0][1],
                     BadRow(f"query {query!r} is not in {queries.name}; add it or remove its lines"),
                 )
                 continue
-            for document, where, _ in found:
+            for document, where, _ in documents_of:
                 if document not in answers:
                     yield (
                         where,
@@ -287,10 +288,10 @@ def _beir_rows(corpus, queries, qrels, opened):
                     )
             negatives = [
                 answers[document]
-                for document, _, relevant in found
+                for document, _, relevant in documents_of
                 if not relevant and document in answers
             ]
-            for document, where, relevant in found:
+            for document, where, relevant in documents_of:
                 if relevant and document in answers:
                     yield (
                         where,
@@ -334,20 +335,20 @@ def _file_part(path):
 
 def _beir_part(folder):
     "The part of a BEIR folder; raises `InputError` when a file is missing."
-    found = []
+    files = []
     for names in (
         ("corpus.jsonl", "corpus.jsonl.gz"),
         ("queries.jsonl", "queries.jsonl.gz"),
         ("qrels/train.tsv", "qrels.tsv"),
     ):
-        found.append(next((folder / name for name in names if (folder / name).is_file()), None))
-        if found[-1] is None:
+        files.append(next((folder / name for name in names if (folder / name).is_file()), None))
+        if files[-1] is None:
             raise InputError(
                 f"{folder}: a folder with a corpus.jsonl is a BEIR dataset, but it "
                 f"has no {' or '.join(names)}; add it"
             )
     return Part(
-        str(folder), tuple(found), folder.resolve().name, lambda opened: _beir_rows(*found, opened)
+        str(folder), tuple(files), folder.resolve().name, lambda opened: _beir_rows(*files, opened)
     )
 
 # %% ../../nbs/data/15_sources.ipynb #e6c60b1e
@@ -371,16 +372,16 @@ def _load(name, load, remedy):
         ) from error
 
 
-def _dataset_part(name, dataset, found):
+def _dataset_part(name, dataset, loaded):
     "The part of a `datasets.Dataset`; of several splits, `train`."
-    if isinstance(found, dict):
-        if "train" not in found:
+    if isinstance(loaded, dict):
+        if "train" not in loaded:
             raise InputError(
-                f"{name}: there is no split train among {', '.join(found)}; give the "
+                f"{name}: there is no split train among {', '.join(loaded)}; give the "
                 "folder of one split"
             )
-        found = found["train"]
-    files = tuple(Path(file["filename"]) for file in found.cache_files)
+        loaded = loaded["train"]
+    files = tuple(Path(file["filename"]) for file in loaded.cache_files)
     return Part(name, files, dataset, lambda opened: _arrow_rows(name, files, opened))
 
 
@@ -388,12 +389,12 @@ def _hub_part(name, repository, config, split):
     "The part of a dataset on the hub."
     from datasets import load_dataset
 
-    found = _load(
+    loaded = _load(
         name,
         lambda: load_dataset(repository, config or None, split=split or "train"),
         "check the path, or write owner/name:config:split",
     )
-    return _dataset_part(name, repository.split("/")[1], found)
+    return _dataset_part(name, repository.split("/")[1], loaded)
 
 
 def _saved_part(folder):
@@ -460,7 +461,7 @@ def part_examples(
             try:
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
-                found = examples_in(row, where, part.dataset)
+                examples = examples_in(row, where, part.dataset)
             except InputError as error:
                 if on_bad_row == "error":
                     raise
@@ -468,8 +469,8 @@ def part_examples(
                 first = first or error
                 yield BadRow(error)
             else:
-                good += len(found)
-                yield from found
+                good += len(examples)
+                yield from examples
     except OSError as error:
         place = error.filename or part.name
         why = error.strerror or error
@@ -493,13 +494,13 @@ def read_examples(
     """
     examples = []
     for part in find_parts(source):
-        found = list(part_examples(part, on_bad_row))
-        if bad := [item for item in found if isinstance(item, BadRow)]:
+        items = list(part_examples(part, on_bad_row))
+        if bad := [item for item in items if isinstance(item, BadRow)]:
             warnings.warn(
-                f"{part.name}: skipped {len(bad)} of {len(found)} rows; the first: {bad[0]}",
+                f"{part.name}: skipped {len(bad)} of {len(items)} rows; the first: {bad[0]}",
                 stacklevel=2,
             )
-        examples += [item for item in found if not isinstance(item, BadRow)]
+        examples += [item for item in items if not isinstance(item, BadRow)]
     return examples
 
 # %% ../../nbs/data/15_sources.ipynb #7fc93e7c

@@ -143,7 +143,7 @@ class _MappedRows:
         machine.
         """
         with suppress(OSError):
-            return (found := os.fstat(self.file)).st_size, found.st_mtime_ns
+            return (status := os.fstat(self.file)).st_size, status.st_mtime_ns
 
     def check(self) -> None:
         "Raise `InputError` when the file is no longer what was opened."
@@ -308,7 +308,7 @@ def _show_store(store):
 # %% ../../nbs/data/30_store.ipynb #e1508faa
 def _stamps(parts):
     "[path, size, time of the last change] of every file. Raises `InputError`."
-    found = []
+    stamps = []
     for path in (path for part in parts for path in part.files):
         try:
             status = path.stat()
@@ -317,8 +317,8 @@ def _stamps(parts):
                 f"{path}: cannot be read ({error.strerror}); put the file back or "
                 "start again without it"
             ) from None
-        found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return found
+        stamps.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return stamps
 
 
 def _stored(folder, source):

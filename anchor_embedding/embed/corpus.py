@@ -371,13 +371,13 @@ class Corpus:
         places: Sequence[int],
     ) -> list[dict[str, str | None]]:  # in the order of `places`
         "Id and kept columns of documents."
-        found = {}
+        by_place = {}
         for number in sorted({place // self._size for place in places}):
             table = self._read(number, ["id", *self.columns])
             wanted = [place for place in places if place // self._size == number]
             rows = table.take([place % self._size for place in wanted]).to_pylist()
-            found |= dict(zip(wanted, rows, strict=True))
-        return [found[place] for place in places]
+            by_place |= dict(zip(wanted, rows, strict=True))
+        return [by_place[place] for place in places]
 
     def column(self, name: str) -> Iterator[tuple[range, list[str | None]]]:
         "(places, values of a kept column) of each shard, in order. Raises `InputError`."

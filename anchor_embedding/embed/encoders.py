@@ -149,13 +149,13 @@ def model_revision(
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(str(model), "config.json")
+        config = cached_file(str(model), "config.json")
     except OSError as error:
         raise InputError(
             f"there is no model {str(model)!r}, neither a folder nor on the hub: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    return re.search(r"snapshots/([^/]+)", str(found))[1]
+    return re.search(r"snapshots/([^/]+)", str(config))[1]
 
 # %% ../../nbs/embed/20_encoders.ipynb #3b71bed8
 def find_devices(embedder: Embedder) -> list[torch.device]:

@@ -235,8 +235,8 @@ class Index:
         "The rows of the documents nearest to a question, in the partitions nearest to it."
         search = self._table.search(question, vector_column_name="vector").distance_type("cosine")
         with self._damaged():
-            found = search.nprobes(probes).refine_factor(REFINE).limit(top).to_arrow()
-        return found.drop_columns("_distance")
+            hits = search.nprobes(probes).refine_factor(REFINE).limit(top).to_arrow()
+        return hits.drop_columns("_distance")
 
     def _hits(self, question: np.ndarray, top: int, probes: int) -> list[Hit]:
         table = self._rows(question, top, probes)

@@ -200,8 +200,8 @@ def top_tokens(
             f"k must be from 1 to {len(decoder.head.weight)}, the size of the vocabulary, not {k}"
         )
     with evaluating(decoder):
-        found = decoder(_first_logits, anchors, before).softmax(-1).topk(k)
-    return found.values.cpu(), found.indices.cpu()
+        likeliest = decoder(_first_logits, anchors, before).softmax(-1).topk(k)
+    return likeliest.values.cpu(), likeliest.indices.cpu()
 
 # %% ../../nbs/embed/30_reading.ipynb #b467a92a
 @dataclass(frozen=True)
@@ -255,15 +255,15 @@ def _texts_from(
     template = embedder.tokenizer.template
     tokenizer = embedder.tokenizer.tokenizer
     stop = {template.eos_id, tokenizer.eos_token_id} - {None}
-    found = generate(embedder.decoder, anchors, max_new_tokens, stop, before, **how)
-    return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in found]
+    written = generate(embedder.decoder, anchors, max_new_tokens, stop, before, **how)
+    return [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
 
 
 def _first_tokens(
     embedder: Embedder, anchors, k, before: Sequence[int]
 ) -> list[tuple[tuple[str, float], ...]]:
     "The most probable first tokens after each anchor, as text."
-    chances, tokens = (found.tolist() for found in top_tokens(embedder.decoder, anchors, k, before))
+    chances, tokens = (part.tolist() for part in top_tokens(embedder.decoder, anchors, k, before))
     named = ([embedder.tokenizer.tokenizer.decode([token]) for token in row] for row in tokens)
     return [tuple(zip(names, row, strict=True)) for names, row in zip(named, chances, strict=True)]
 
@@ -380,13 +380,13 @@ def reading_report(
             "give a model, and at least as many pairs as examples"
         )
     texts = [text for pair in pairs[:num_examples] for text in (pair.query, pair.positive)]
-    found = {}
+    of_models = {}
     load = (load or {}) | ({"decode_opening": decode_opening} if decode_opening else {})
     for name, path in models.items():
         embedder = load_embedder(path, **load)
         losses = reconstruction_losses(embedder, pairs, predict_eos)
         readings = read_anchors(embedder, texts, **settings)
-        found[name] = {
+        of_models[name] = {
             "settings": _settings_of(embedder),
             "losses": losses,
             "readings": [asdict(reading) for reading in readings],
@@ -406,5 +406,5 @@ def reading_report(
         "pairs": data,
         "settings": settings,
         "counterparts": targets,
-        "models": found,
+        "models": of_models,
     }

@@ -82,11 +82,11 @@ def anchors_of(
     token_budget: int = 8192,  # tokens at once; does not change the result
 ) -> torch.Tensor:  # (n, d) float32
     "The anchor of every text."
-    found = torch.empty(len(texts), decoder.hidden_size, device=decoder.device)
+    anchors = torch.empty(len(texts), decoder.hidden_size, device=decoder.device)
     for group in token_budget_batches([len(text) for text in texts], token_budget):
         packed = pack([texts[index] for index in group], decoder.device)
-        found[group] = decoder(CausalDecoder.encode, packed, pooling).float()
-    return found
+        anchors[group] = decoder(CausalDecoder.encode, packed, pooling).float()
+    return anchors
 
 # %% ../../nbs/evaluate/15_anchors.ipynb #9149eeb2
 @dataclass
@@ -121,12 +121,12 @@ class HeldoutAnchors:
         saved = dict.fromkeys(DIRECTIONS, 0.0)
         tokens = dict.fromkeys(DIRECTIONS, 0)
         for batch in self.batches(embedder):
-            found = anchor_ceiling(
+            ceiling = anchor_ceiling(
                 embedder.decoder, batch, between, opening, token_budget=self.token_budget
             )
             for name in DIRECTIONS:
-                saved[name] += found[name].saving * found[name].tokens
-                tokens[name] += found[name].tokens
+                saved[name] += ceiling[name].saving * ceiling[name].tokens
+                tokens[name] += ceiling[name].tokens
         return {name: saved[name] / max(tokens[name], 1) for name in DIRECTIONS}
 
     def __call__(self, embedder) -> dict[str, float]:
@@ -144,7 +144,7 @@ class HeldoutAnchors:
         figures = {}
         for name in DIRECTIONS:
             own, other, counts = (
-                np.concatenate([found[name][k] for found in measured]) for k in range(3)
+                np.concatenate([part[name][k] for part in measured]) for k in range(3)
             )
             total = max(counts.sum(), 1)
             gain = float((other - own).sum() / total)
@@ -157,7 +157,7 @@ class HeldoutAnchors:
             if share is not None:
                 figures[f"share_of_ceiling_{name}"] = share
         for side in ("queries", "positives"):
-            vectors = np.concatenate([found[side] for found in measured])
+            vectors = np.concatenate([part[side] for part in measured])
             figures[f"mean_cosine_{side}"] = mean_cosine(vectors)
             unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
             figures[f"effective_rank_{side}"] = effective_rank(unit)
@@ -167,12 +167,12 @@ class HeldoutAnchors:
         "Of each direction (own, other, tokens) by pair; of each side its anchors."
         decoder = embedder.decoder
         opening = opening_ids(embedder.decode_opening, embedder.tokenizer.template)
-        found = {}
+        measured = {}
         anchors = {}
         for side in ("queries", "positives"):
             texts = [text.ids for text in getattr(batch, side)]
             anchors[side] = anchors_of(decoder, texts, embedder.pooling, self.token_budget)
-            found[side] = anchors[side].cpu().numpy()
+            measured[side] = anchors[side].cpu().numpy()
         for name, (source, target) in DIRECTIONS.items():
             bodies = [text.body for text in getattr(batch, target)]
             own, other = (
@@ -181,5 +181,5 @@ class HeldoutAnchors:
                 )
                 for shift in (0, 1)
             )
-            found[name] = (own, other, np.array([len(body) for body in bodies]))
-        return found
+            measured[name] = (own, other, np.array([len(body) for body in bodies]))
+        return measured

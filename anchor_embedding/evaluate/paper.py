@@ -131,20 +131,20 @@ def _score_files(path) -> list[Path]:
     path = Path(path)
     if path.is_file():
         return [path]
-    found = (
+    files = (
         [path / "scores.json"]
         if (path / "scores.json").is_file()
         else sorted(path.glob("**/scores.json"))
     )
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder{near_path(path)}")
-    if not found:
+    if not files:
         raise InputError(
             f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), "
             "or name the file"
         )
     last = {}
-    checkpoints = {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in found}
+    checkpoints = {file: re.fullmatch(r"step-(\d+)(.*)", file.parent.name) for file in files}
     for file, step in checkpoints.items():
         # a sweep with other settings has other ends of names
         place = (file.parent.parent, step[2] if step else file.parent.name)
@@ -478,13 +478,15 @@ def _of_both(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]
     """Task → the figures of the queries that two runs have in common, in points, where both were
     scored alike on the same queries.
     """
-    found = {}
+    by_task = {}
     other_data = _other_data(one, other)
     for task in [] if _unlike(one, other) else _queries_of_both(one, other):
         sides = [run["queries"][task]["scores"] for run in (one, other)]
         if task not in other_data and sides[0].keys() == sides[1].keys() and len(sides[0]) > 1:
-            found[task] = tuple([100 * side[query] for query in sorted(sides[0])] for side in sides)
-    return found
+            by_task[task] = tuple(
+                [100 * side[query] for query in sorted(sides[0])] for side in sides
+            )
+    return by_task
 
 # %% ../../nbs/evaluate/50_paper.ipynb #6aba6c29
 def _pairs_of_runs(others: list[dict], runs: list[dict]) -> list[tuple[dict, dict]]:
@@ -499,17 +501,17 @@ def _tables(pairs: list[tuple[dict, dict]]) -> dict[str, tuple[list, list]]:
     """Task → (seeds, queries) points of both sides, of tasks whose queries are the same in all
     pairs of runs.
     """
-    found = [_of_both(*pair) for pair in pairs]
+    of_pairs = [_of_both(*pair) for pair in pairs]
 
     def asked(task):
         return {frozenset(run["queries"][task]["scores"]) for pair in pairs for run in pair}
 
     tasks = [
         task
-        for task in (found[0] if found else {})
-        if all(task in one for one in found) and len(asked(task)) == 1
+        for task in (of_pairs[0] if of_pairs else {})
+        if all(task in one for one in of_pairs) and len(asked(task)) == 1
     ]
-    return {task: tuple([one[task][side] for one in found] for side in (0, 1)) for task in tasks}
+    return {task: tuple([one[task][side] for one in of_pairs] for side in (0, 1)) for task in tasks}
 
 
 def compared_models(
@@ -519,7 +521,7 @@ def compared_models(
     a task is Holm's.
     """
     groups = gather_scores(scores)
-    found = []
+    comparisons = []
     for than, others in groups.items():
         later = list(groups)[list(groups).index(than) + 1 :]
         tables = {model: _tables(_pairs_of_runs(others, groups[model])) for model in later}
@@ -530,11 +532,11 @@ def compared_models(
                 for model, (theirs, mine) in arms.items()
             }
             nothing = np.zeros(next(iter(differences.values())).shape[1:])
-            found += [
+            comparisons += [
                 (model, than, task, one)
                 for model, one in compare_with(differences, nothing).items()
             ]
-    return found
+    return comparisons
 
 # %% ../../nbs/evaluate/50_paper.ipynb #096303dd
 def query_differences(
@@ -549,26 +551,30 @@ def query_differences(
     return pd.DataFrame(rows, columns=["model", "than", "task", "points", *keys[1:]])
 
 
-def _told(model: str, task: str, found: Difference) -> str:
+def _told(model: str, task: str, difference: Difference) -> str:
     "One task of a sentence on two models."
 
     def number(value):
         return f"{value:+.2f}".replace("-", "−")
 
-    interval = f"{task} {number(found.difference)} [{number(found.low)}, {number(found.high)}], {found.queries:,} queries"
-    return f"{interval}: {found.words(model)} ({found.sure(2)})"
+    low, high = number(difference.low), number(difference.high)
+    size = number(difference.difference)
+    interval = f"{task} {size} [{low}, {high}], {difference.queries:,} queries"
+    return f"{interval}: {difference.words(model)} ({difference.sure(2)})"
 
 
 def _sure(scores) -> tuple[str, ...]:
     "The differences between ours, a sentence for every two models."
     lines = {}
-    for model, than, task, found in compared_models(scores):
+    for model, than, task, difference in compared_models(scores):
         level = (
             "paired bootstrap over queries"
-            if found.seeds == 1
+            if difference.seeds == 1
             else "bootstrap over seeds and queries"
         )
-        lines.setdefault(f"{model} − {than}, 95 % by {level}", []).append(_told(model, task, found))
+        lines.setdefault(f"{model} − {than}, 95 % by {level}", []).append(
+            _told(model, task, difference)
+        )
     return tuple(f"{start}: {'; '.join(parts)}" for start, parts in lines.items())
 
 
@@ -657,8 +663,8 @@ def both_arms(
         system: [label for label in comparison.ours if comparison.against(label) == system]
         for system in comparison.paper
     }
-    one_each = len(labels) == 2 and all(len(found) == 1 for found in labels.values())
-    return {system: found[0] for system, found in labels.items()} if one_each else None
+    one_each = len(labels) == 2 and all(len(systems) == 1 for systems in labels.values())
+    return {system: systems[0] for system, systems in labels.items()} if one_each else None
 
 
 def _text_rows(

@@ -345,12 +345,12 @@ def example_searches(
         scores = bm25_scores(queries, heldout.documents)
     else:
         scores = unit((encode_queries or encode)(queries)) @ unit(encode(heldout.documents)).T
-    found = []
+    examples = []
     for i, row in zip(which, scores, strict=True):
         best = [
             j for j in top_hits(row, k + len(heldout.ignored[i])) if j not in heldout.ignored[i]
         ][:k]
-        found.append(
+        examples.append(
             [
                 {
                     "text": heldout.documents[j],
@@ -360,4 +360,4 @@ def example_searches(
                 for j in best
             ]
         )
-    return found
+    return examples

@@ -270,16 +270,16 @@ def sign_flip(
             f"a sign-flip takes 1 to 40 finite differences, one a seed; got {differences.shape}"
         )
     seeds = len(differences)
-    found = differences.sum()
-    found = {"two-sided": abs(found), "greater": found, "less": -found}[alternative]
+    statistic = differences.sum()
+    statistic = {"two-sided": abs(statistic), "greater": statistic, "less": -statistic}[alternative]
     slack = 1e-9 * np.abs(differences).sum()
     half = _all_sums(differences[: seeds // 2])
     other = np.sort(_all_sums(differences[seeds // 2 :]))
     # of all sums, which are half + other
-    reached = (len(other) - np.searchsorted(other, found - slack - half)).sum()
+    reached = (len(other) - np.searchsorted(other, statistic - slack - half)).sum()
     share = float(reached) / 2**seeds
     if alternative == "two-sided":
-        share = 1.0 if found <= slack else min(1.0, 2 * share)
+        share = 1.0 if statistic <= slack else min(1.0, 2 * share)
     return SignFlip(share, seeds, alternative)
 
 # %% ../../nbs/evaluate/20_significance.ipynb #5710335c
@@ -355,7 +355,7 @@ def upper_spread(
     return spread * math.sqrt(freedom / chdtri(freedom, 0.8))
 
 # %% ../../nbs/evaluate/20_significance.ipynb #3b7186dd
-def what_it_rests_on(found: Difference, digits: int = 3) -> str:
+def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
     """Interval, p and the detectable difference in words; of one run an arm, how far runs of this
     size differ anyway.
     """
@@ -363,33 +363,35 @@ def what_it_rests_on(found: Difference, digits: int = 3) -> str:
     def number(value):
         return f"{value:+.{digits}f}"
 
-    size = None if found.detectable is None else f"{found.detectable:.{digits}f}"
-    if found.seeds and found.p is None:
-        runs = "one run an arm" if found.seeds == 1 else "only means are known"
-        if not found.queries:
+    size = None if difference.detectable is None else f"{difference.detectable:.{digits}f}"
+    if difference.seeds and difference.p is None:
+        runs = "one run an arm" if difference.seeds == 1 else "only means are known"
+        if not difference.queries:
             return f"{runs}, and how many queries it rests on is not recorded"
-        reach = f"what {found.queries:,} queries alone can tell; the noise of seeds is not in it"
+        reach = (
+            f"what {difference.queries:,} queries alone can tell; the noise of seeds is not in it"
+        )
         return f"{runs}: runs of this size differ by about ±{size} or more ({reach})"
-    clusters = f" in {found.clusters} clusters" if found.clusters else ""
-    over = f"{found.queries:,} queries{clusters}"
-    if not found.seeds:
+    clusters = f" in {difference.clusters} clusters" if difference.clusters else ""
+    over = f"{difference.queries:,} queries{clusters}"
+    if not difference.seeds:
         return (
-            f"95 % interval over {over}: {number(found.low)} to {number(found.high)}; {size} "
+            f"95 % interval over {over}: {number(difference.low)} to {number(difference.high)}; {size} "
             "would be found in four of five cases"
         )
-    several = f", Holm's for {found.comparisons}" if found.comparisons > 1 else ""
-    sided = f"{found.alternative} p = {found.p:.2g}{several}"
+    several = f", Holm's for {difference.comparisons}" if difference.comparisons > 1 else ""
+    sided = f"{difference.alternative} p = {difference.p:.2g}{several}"
     parts = [
-        f"95 % interval over {found.seeds} seeds and {over}: {number(found.low)} to "
-        f"{number(found.high)}",
+        f"95 % interval over {difference.seeds} seeds and {over}: {number(difference.low)} to "
+        f"{number(difference.high)}",
         sided,
     ]
-    if found.verdict == "open":
-        enough = seeds_needed(found.alternative, found.comparisons)
+    if difference.verdict == "open":
+        enough = seeds_needed(difference.alternative, difference.comparisons)
         return "; ".join(
             [
                 *parts,
-                f"{found.seeds} seeds cannot give p of 0.05 or less, whatever "
+                f"{difference.seeds} seeds cannot give p of 0.05 or less, whatever "
                 f"they show; {enough} can",
             ]
         )
@@ -448,13 +450,13 @@ def compare_with(
     alternative: str = "two-sided",
 ) -> dict[str, Difference]:
     "Several arms against one; p is Holm's."
-    found = {
+    differences = {
         name: compare_runs(figures, reference, clusters, alternative, len(arms))
         for name, figures in arms.items()
     }
-    tested = [name for name in found if found[name].p is not None]
-    adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
-    return {name: replace(one, p=adjusted.get(name)) for name, one in found.items()}
+    tested = [name for name in differences if differences[name].p is not None]
+    adjusted = dict(zip(tested, holm([differences[name].p for name in tested]), strict=True))
+    return {name: replace(one, p=adjusted.get(name)) for name, one in differences.items()}
 
 # %% ../../nbs/evaluate/20_significance.ipynb #576a7f19
 def compare_means(

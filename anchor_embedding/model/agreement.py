@@ -113,7 +113,7 @@ def logit_form(
         for name, value in vars(config).items()
         if "cap" in name and isinstance(value, int | float) and value > 0
     }
-    found = []
+    candidates = []
     for cap in (None, *sorted(caps)):
         plain = (
             outputs.logits
@@ -122,8 +122,8 @@ def logit_form(
         )
         scale = ((plain * z).sum() / z.square().sum()).item()
         form = LogitForm(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
-        found.append((distance(form(z), outputs.logits), form))
-    error, form = min(found, key=lambda pair: pair[0])
+        candidates.append((distance(form(z), outputs.logits), form))
+    error, form = min(candidates, key=lambda pair: pair[0])
     if not error < 1e-4:
         raise InputError("its logits are not its head applied to its last state, scaled or capped")
     return form
@@ -253,10 +253,10 @@ def check_configuration(
             _CHECKED[key] = _compared(config)
         except InputError as error:
             _CHECKED[key] = str(error)
-    found = _CHECKED[key]
-    if isinstance(found, str):
-        raise InputError(found)
-    return found
+    known = _CHECKED[key]
+    if isinstance(known, str):
+        raise InputError(known)
+    return known
 
 # %% ../../nbs/model/30_agreement.ipynb #54b40b4b
 def _compared(config) -> LogitForm:

@@ -64,10 +64,10 @@ def _download_wheel(folder: Path) -> Path:
 
 def check_hash(path: Path, sha256: str) -> None:
     "Raise `InputError` unless the file has this SHA-256."
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != sha256:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != sha256:
         raise InputError(
-            f"{path.name} has SHA-256 {found}, expected {sha256}: the file is damaged "
+            f"{path.name} has SHA-256 {digest}, expected {sha256}: the file is damaged "
             "or not the one that was checked"
         )
 

@@ -82,12 +82,12 @@ def fuse_norms(
     """Let the norms in front of attention and MLP of every layer write what the linear maps after
     them read.
     """
-    found = [
+    norms = [
         getattr(layer, name, None)
         for layer in getattr(backbone, "layers", ())
         for name in ("input_layernorm", "post_attention_layernorm")
     ]
-    plain = [module for module in found if module is not None and _is_rms_norm(module)]
+    plain = [module for module in norms if module is not None and _is_rms_norm(module)]
     for module in plain:
         module.__class__ = RMSNorm
     return len(plain)
@@ -137,8 +137,8 @@ def fuse_mlps(
     backbone,  # a transformers model without head
 ) -> int:  # how many were replaced
     "Let the gated MLP of every layer keep less for the backward pass."
-    found = [getattr(layer, "mlp", None) for layer in getattr(backbone, "layers", ())]
-    plain = [module for module in found if module is not None and _is_gated_mlp(module)]
+    mlps = [getattr(layer, "mlp", None) for layer in getattr(backbone, "layers", ())]
+    plain = [module for module in mlps if module is not None and _is_gated_mlp(module)]
     for module in plain:
         module.__class__ = GatedMLP
     return len(plain)
@@ -247,20 +247,20 @@ def split_frozen(
     model: nn.Module,
 ) -> int:  # how many maps were split
     "Keep the frozen float32 maps under LoRA adapters ready for bfloat16 products."
-    found = [module.base_layer for module in model.modules() if isinstance(module, LoraLinear)]
-    found = [
+    frozen = [module.base_layer for module in model.modules() if isinstance(module, LoraLinear)]
+    frozen = [
         base
-        for base in found
+        for base in frozen
         if type(base) is nn.Linear
         and base.weight.dtype == torch.float32
         and not base.weight.requires_grad
     ]
-    for base in found:
+    for base in frozen:
         base.__class__ = SplitLinear
         high, rest = split_float32(base.weight)
         base.weight = nn.Parameter(high, requires_grad=False)
         base.register_buffer("rest", rest, persistent=False)
-    return len(found)
+    return len(frozen)
 
 # %% ../../nbs/model/40_fused.ipynb #a09bf39c
 class _LoraFunction(torch.autograd.Function):

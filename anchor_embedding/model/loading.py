@@ -53,14 +53,14 @@ def choose_device() -> torch.device:
 def find_device(device: str | torch.device) -> torch.device:
     "A device by its name. Raises `InputError` for one that this machine does not have."
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         raise InputError(
             f"device {str(device)!r} cannot be used ({_one_line(error)}); give cpu, or cuda where "
             "there is a GPU"
         ) from None
-    return found
+    return chosen
 
 
 def choose_dtype(
@@ -121,8 +121,8 @@ def busy_note(
 def _numbers(path: Path) -> dict[str, int]:  # first word of a line → the number in it
     "The numbers in a file of the kernel; none where there is no such file."
     with suppress(OSError):
-        found = re.findall(r"^(?:([A-Za-z_()]+):?\s+)?(\d+)", path.read_text(), re.MULTILINE)
-        return {name: int(number) for name, number in found}
+        entries = re.findall(r"^(?:([A-Za-z_()]+):?\s+)?(\d+)", path.read_text(), re.MULTILINE)
+        return {name: int(number) for name, number in entries}
     return {}
 
 

@@ -209,7 +209,7 @@ def _groups(
     "The tables of a batch: made once, used by every layer, forward and backward."
     starts = [0, *accumulate(lengths)]
     size = torch.tensor(lengths)
-    found = []
+    groups = []
     line = torch.empty(starts[-1], dtype=torch.int64)
     lines = 0
     for texts in length_groups(lengths, heads):
@@ -226,8 +226,8 @@ def _groups(
             own,
             filled.to(device, non_blocking=True) if filled.any() else None,
         )
-        found.append(_Group(tables[0].to(device, non_blocking=True), *tables[1:]))
-    return found, line.to(device, non_blocking=True), lines
+        groups.append(_Group(tables[0].to(device, non_blocking=True), *tables[1:]))
+    return groups, line.to(device, non_blocking=True), lines
 
 # %% ../../nbs/model/20_packing.ipynb #91699690
 def _blocks(length: int, window: int | None):

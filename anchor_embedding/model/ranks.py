@@ -124,14 +124,14 @@ def whole_tensors(
     """Tensors put together from the slices of all processes, one after the other; all processes
     must call it.
     """
-    found = {}
+    gathered = {}
     for name, tensor in tensors.items():
         whole = (
             tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
         )
         if keep:
-            found[name] = whole
-    return found
+            gathered[name] = whole
+    return gathered
 
 
 def as_slice_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

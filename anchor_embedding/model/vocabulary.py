@@ -147,7 +147,7 @@ def bag_loss(
         given = torch.zeros(len(sizes), device=sizes.device).index_add(0, row, logits[row, tokens])
         return sizes * logits.logsumexp(-1) - given
 
-    found = []
+    losses = []
     for start in range(0, len(bags), rows):
         part = bags[start : start + rows]
         sizes = torch.tensor([len(bag) for bag in part]).to(vectors.device, non_blocking=True)
@@ -155,12 +155,12 @@ def bag_loss(
             vectors.device, non_blocking=True
         )
         chunk = vectors[start : start + rows]
-        found.append(
+        losses.append(
             checkpoint(
                 of_rows, chunk, weight, sizes, tokens, use_reentrant=False, preserve_rng_state=False
             )
         )
-    return torch.cat(found)
+    return torch.cat(losses)
 
 # %% ../../nbs/model/52_vocabulary.ipynb #e651482e
 def taught_loss(

@@ -74,13 +74,13 @@ def context_losses(
     inputs = [[*before, *context, *separator, *target[:-1]] for context, target in different]
     lengths = [len(sequence) for sequence in inputs]
     _check_positions(decoder, max(lengths, default=0))
-    found = {}
+    of_sequences = {}
     for group in token_budget_batches(lengths, token_budget):
         targets = [different[index][1] for index in group]
         losses = decoder(_packed_losses, [inputs[index] for index in group], targets).cpu()
         parts = losses.split([len(target) for target in targets])
-        found.update(zip((different[index] for index in group), parts, strict=True))
-    return [found[key] for key in keys]
+        of_sequences.update(zip((different[index] for index in group), parts, strict=True))
+    return [of_sequences[key] for key in keys]
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #0cba3c0e
 def ratio_interval(
@@ -153,17 +153,17 @@ def anchor_ceiling(
         )
     check_head(decoder, "the ceiling")
     training = decoder.training
-    found = {}
+    ceilings = {}
     decoder.eval()
     try:
         for name, sides in DIRECTIONS.items():
             sources, targets = ([text.body for text in getattr(batch, side)] for side in sides)
             losses = _three_losses(decoder, sources, targets, separator, before, token_budget)
             for key, first in ((name, None), (f"{name}_first_{first_tokens}", first_tokens)):
-                found[key] = _ceiling_of(losses, first, samples, seed)
+                ceilings[key] = _ceiling_of(losses, first, samples, seed)
     finally:
         decoder.train(training)
-    return found
+    return ceilings
 
 
 def _three_losses(
@@ -235,20 +235,20 @@ class Ceilings:
 
     def to_dict(self) -> dict:
         "Plain values for JSON."
-        found = {
+        datasets = {
             name: {key: asdict(one) for key, one in row.items()}
             for name, row in self.datasets.items()
         }
-        return {"settings": self.settings, "pairs": self.pairs, "datasets": found}
+        return {"settings": self.settings, "pairs": self.pairs, "datasets": datasets}
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Ceilings":
         "What `to_dict` wrote; other keys are passed over."
-        found = {
+        datasets = {
             name: {key: Ceiling(**one) for key, one in row.items()}
             for name, row in values["datasets"].items()
         }
-        return cls(found, dict(values["pairs"]), dict(values["settings"]))
+        return cls(datasets, dict(values["pairs"]), dict(values["settings"]))
 
     def rows(self) -> list[list]:
         "A header, and a row for each dataset."
@@ -297,12 +297,12 @@ def measure_ceilings(
         raise InputError(f"token_budget = {token_budget}: must be at least 1")
     before = opening_ids(decode_opening, tokenizer.template)
     between = separator_ids(tokenizer, separator)
-    found = {}
+    ceilings = {}
     for name, examples in pairs.items():
         batch = tokenize_batch(examples, tokenizer, Instructions.none(), hard_negatives=0)
-        found[name] = anchor_ceiling(decoder, batch, between, before, first_tokens, token_budget)
+        ceilings[name] = anchor_ceiling(decoder, batch, between, before, first_tokens, token_budget)
         if say:
-            say(f"{name}: q2d {found[name]['q2d']}, d2q {found[name]['d2q']}")
+            say(f"{name}: q2d {ceilings[name]['q2d']}, d2q {ceilings[name]['d2q']}")
     texts = fingerprint(example for examples in pairs.values() for example in examples)
     settings = {
         "template": tokenizer.template.style,
@@ -310,4 +310,4 @@ def measure_ceilings(
         "decode_opening": decode_opening,
     }
     settings |= {"separator": separator, "first_tokens": first_tokens, "fingerprint": texts}
-    return Ceilings(found, {name: len(examples) for name, examples in pairs.items()}, settings)
+    return Ceilings(ceilings, {name: len(examples) for name, examples in pairs.items()}, settings)

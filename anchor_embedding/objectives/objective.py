@@ -170,13 +170,13 @@ def find_objective(
     "The class of a name. Raises `InputError` when there is none."
     module, _, wanted = name.partition(":") if isinstance(name, str) else ("", "", "")
     if wanted:
-        found = getattr(_import(module, name), wanted, None)
-        if not (isinstance(found, type) and issubclass(found, Objective)):
+        chosen = getattr(_import(module, name), wanted, None)
+        if not (isinstance(chosen, type) and issubclass(chosen, Objective)):
             raise InputError(
                 f"`objective` = {name!r}: {module} has no objective {wanted!r}, a "
                 "class that inherits from `Objective`"
             )
-        return found
+        return chosen
     if name not in objective_names():
         known = ", ".join(objective_names())
         near = difflib.get_close_matches(str(name), objective_names(), n=1)

@@ -223,10 +223,10 @@ class Anchored(Objective):
         `anchor_ceiling`.
         """
         opening = opening_ids("encode", tokenizer.template)
-        found = anchor_ceiling(
+        ceilings = anchor_ceiling(
             decoder, batch, separator_ids(tokenizer), opening, token_budget=self.token_budget
         )
-        return {name: found[name].saving for name in ("q2d", "d2q")}
+        return {name: ceilings[name].saving for name in ("q2d", "d2q")}
 
     def watch(
         self,

@@ -357,12 +357,12 @@ def main(argv: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"no causal language model of transformers: {', '.join(unknown)}")
     types = options.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found = try_types(
+    outcomes = try_types(
         types,
         lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True),
     )
     if options.out:
-        write_text(options.out, json.dumps(found, indent=1) + "\n")
+        write_text(options.out, json.dumps(outcomes, indent=1) + "\n")
 
 
 if __name__ == "__main__" and globals().get("__spec__"):  # python -m, and not a notebook

@@ -228,7 +228,7 @@ def stage_objective(
         ({"q2q"}, "reconstruction"),
         ({"mntp"}, "mntp"),
     ]
-    found = next(
+    named = next(
         (
             name
             for sign, name in [*signs, ({"first_infonce"}, "refinement")]
@@ -236,7 +236,7 @@ def stage_objective(
         ),
         "contrastive",
     )
-    return recipes.get(key.rpartition("/")[2], {}).get("objective", found)
+    return recipes.get(key.rpartition("/")[2], {}).get("objective", named)
 
 
 def pretext_rows(

@@ -50,9 +50,9 @@ def paper_early_stage(
 def _line_setting(line: dict) -> tuple:
     "What a line of evals.jsonl says of how it was scored; empty for the usual way."
     # a missing value of a table is NaN
-    found = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}
+    setting = {key: line.get(key) for key in ("prompts", "max_length", "dtype")}
     return tuple(
-        (key, value) for key, value in found.items() if value is not None and value == value
+        (key, value) for key, value in setting.items() if value is not None and value == value
     )
 
 

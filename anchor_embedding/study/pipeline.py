@@ -138,14 +138,14 @@ def group_sample(labels: Sequence, number: int, draw: random.Random) -> list[int
 # %% ../../nbs/study/50_pipeline.ipynb #a15d96fe
 def split_by_package(pool: list, packages: Sequence[str], number: int, draw: random.Random) -> dict:
     "Part → (pairs, their packages)."
-    found = {}
+    parts = {}
     for part in ("test", "development"):
         inside = [place for place, name in enumerate(packages) if heldout_part(name) == part]
         places = [
             inside[i] for i in even_sample([packages[place] for place in inside], number, draw)
         ]
-        found[part] = [pool[place] for place in places], [packages[place] for place in places]
-    return found
+        parts[part] = [pool[place] for place in places], [packages[place] for place in places]
+    return parts
 
 
 def split_by_document(pool: list, number: int, most: int, draw: random.Random) -> dict:
@@ -178,17 +178,17 @@ def split_pairs(
     draw = random.Random(seed)
     parts = None
     if data == "docstrings":
-        found = docstring_pairs(say=say)
-        pool = list(found.heldout)
-        rest = found.train
-        most = len(found.heldout)
+        docstrings = docstring_pairs(say=say)
+        pool = list(docstrings.heldout)
+        rest = docstrings.train
+        most = len(docstrings.heldout)
         source = {
             "data": "docstrings of installed packages",
-            "heldout_packages": list(found.heldout_packages),
+            "heldout_packages": list(docstrings.heldout_packages),
         }
-        source["packages"] = found.packages
-        if len({heldout_part(name) for name in found.heldout_package_of}) == 2:
-            parts = split_by_package(pool, found.heldout_package_of, num_heldout, draw)
+        source["packages"] = docstrings.packages
+        if len({heldout_part(name) for name in docstrings.heldout_package_of}) == 2:
+            parts = split_by_package(pool, docstrings.heldout_package_of, num_heldout, draw)
     else:
         rest = read_examples(data, on_bad_row)
         pool = list(rest)
@@ -405,7 +405,7 @@ def example_searches(
         {
             "query": heldout.queries[i],
             "positive": heldout.documents[heldout.relevant[i][0]],
-            "hits": {name: found[row] for name, found in hits.items()},
+            "hits": {name: places[row] for name, places in hits.items()},
         }
         for row, i in enumerate(which)
     ]
@@ -569,13 +569,13 @@ def collect_seeds(pipeline: Pipeline, folders: dict[int, dict]) -> dict:
     """`collect` of every seed: mean curves, the first seed's losses, seconds of all; with several
     also the curves of each.
     """
-    found = {str(seed): collect(pipeline, each) for seed, each in folders.items()}
-    first = next(iter(found.values()))
-    if len(found) == 1:
+    reports = {str(seed): collect(pipeline, each) for seed, each in folders.items()}
+    first = next(iter(reports.values()))
+    if len(reports) == 1:
         return first
-    curves = {seed: each["arms"] for seed, each in found.items()}
+    curves = {seed: each["arms"] for seed, each in reports.items()}
     timing = {
-        key: round(sum(each["timing"][key] for each in found.values()), 1)
+        key: round(sum(each["timing"][key] for each in reports.values()), 1)
         for key in first["timing"]
     }
     return first | {"arms": mean_of([*curves.values()]), "by_seed": curves, "timing": timing}
@@ -639,7 +639,7 @@ def ranks_by_seed(
     if len(ranks) == 1:
         return first
     arms = next(iter(models.values()))
-    return first | {arm: {seed: found[arm] for seed, found in ranks.items()} for arm in arms}
+    return first | {arm: {seed: of_arms[arm] for seed, of_arms in ranks.items()} for arm in arms}
 
 # %% ../../nbs/study/50_pipeline.ipynb #83c40882
 def best_arm(report: dict) -> str:

@@ -34,7 +34,7 @@ SHOWN = 300  # characters of a text
 
 
 def hits_html(
-    found: Sequence[tuple[str, float]],  # (text, cosine), the nearest first
+    hits: Sequence[tuple[str, float]],  # (text, cosine), the nearest first
 ) -> str:
     "The texts that were found, with their cosines."
 
@@ -43,7 +43,7 @@ def hits_html(
 
     rows = (
         f'<li style="margin:.3em 0"><b>{score:.3f}</b> {html.escape(cut(text))}</li>'
-        for text, score in found
+        for text, score in hits
     )
     return f'<ol role="status" style="overflow-wrap:anywhere;line-height:1.4">{"".join(rows)}</ol>'
 
@@ -64,8 +64,8 @@ def _over_texts(embedder, texts, top, instruction) -> tuple[str, Answer]:
     vectors = embedder.encode(texts, normalize=True)
 
     def answer(query):
-        found = nearest(embedder, vectors, query, top, instruction)
-        return [(texts[place], score) for place, score in found]
+        hits = nearest(embedder, vectors, query, top, instruction)
+        return [(texts[place], score) for place, score in hits]
 
     return f"{len(texts):,} texts", answer
 

@@ -45,15 +45,15 @@ def sweep_steps(
     ranks = {k: heldout.ranks(queries[:, k - 1], documents[:, k - 1]) for k in every}
     if embedder.soft_tokens.add_eos:
         ranks = {0: heldout.ranks(*both(without_soft_tokens(embedder)))} | ranks
-    ndcg = {k: query_ndcg(found) for k, found in ranks.items()}
+    ndcg = {k: query_ndcg(of_queries) for k, of_queries in ranks.items()}
     gains = {k: paired_bootstrap(figures, ndcg[1]) for k, figures in ndcg.items()}
 
     def interval(gain):
         return {"gain": gain.difference, "low": gain.low, "high": gain.high}
 
     return [
-        {"steps": k, **rank_metrics(found), **interval(gains[k]), "ranks": found}
-        for k, found in ranks.items()
+        {"steps": k, **rank_metrics(of_queries), **interval(gains[k]), "ranks": of_queries}
+        for k, of_queries in ranks.items()
     ]
 
 # %% ../../nbs/study/55_steps.ipynb #f9ee888f
@@ -68,12 +68,12 @@ def time_steps(
     some rounds.
     """
     clock = time.process_time if embedder.decoder.device.type == "cpu" else time.perf_counter
-    found = dict.fromkeys(steps, math.inf)
+    seconds = dict.fromkeys(steps, math.inf)
     for number in [number for _ in range(rounds) for number in steps]:
         model, asked = (
             (embedder, {"refine_steps": number}) if number else (without_soft_tokens(embedder), {})
         )
         start = clock()
         model.encode(texts, progress=False, **asked)
-        found[number] = min(found[number], clock() - start)
-    return found
+        seconds[number] = min(seconds[number], clock() - start)
+    return seconds

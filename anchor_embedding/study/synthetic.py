@@ -114,8 +114,8 @@ def synthetic_pretexts(
     }
     recipes["itself"]["target"] = "itself"
     losses = {
-        f"{stage}/{stage}": [{"step": step, "loss": 5.0 - step, **found} for step in (1, 2)]
-        for stage, found in terms.items()
+        f"{stage}/{stage}": [{"step": step, "loss": 5.0 - step, **figures} for step in (1, 2)]
+        for stage, figures in terms.items()
     }
     arms = {
         stage: [{"step": 2, "ndcg_at_10": 0.5, "recall_at_1": 0.4, "mrr": 0.4}] for stage in terms

@@ -99,13 +99,13 @@ def contestants(
     """Everyone who takes part; InputError for an unknown recipe, a name that two have, or recipes
     that are not on equal footing.
     """
-    found = {}
+    entrants = {}
     for given in recipes:
         recipe = override(
             given if isinstance(given, Recipe | Pipeline) else load_recipe(given), overrides
         )
         for name, entrant in entrants_of(recipe).items():
-            if not same_stages(found.setdefault(name, entrant), entrant):
+            if not same_stages(entrants.setdefault(name, entrant), entrant):
                 raise InputError(
                     f"two different contestants are called `{name}`; rename one of "
                     "them in its TOML file"
@@ -115,10 +115,10 @@ def contestants(
                     f"a contestant cannot be called `{name}`, which stands for "
                     "something else; rename it in its TOML file"
                 )
-    if not found:
+    if not entrants:
         raise InputError("no contestants: name at least one recipe")
-    check_equal_footing(found)
-    return found
+    check_equal_footing(entrants)
+    return entrants
 
 # %% ../../nbs/study/60_tournament.ipynb #9236a0c3
 EQUAL = ("base", "data", "sampling", "on_bad_row", "batch_size", "seed", "max_length")
@@ -201,7 +201,7 @@ def seconds_per_step(
     entrant: Pipeline, base: str, pairs: SplitPairs, steps: int = 4
 ) -> dict[str, float]:
     "Median seconds of a step of every stage, the first step left out."
-    found = {}
+    seconds = {}
     for stage, recipe in entrant.stages.items():
         rehearsal = stretched(recipe, steps).replace(
             base=base, eval_every=0, checkpoint_every=0, tracker="none"
@@ -210,10 +210,10 @@ def seconds_per_step(
             train(
                 rehearsal, Path(folder) / "run", pairs.train, progress=False, say=lambda text: None
             )
-            found[stage] = float(
+            seconds[stage] = float(
                 read_metrics(Path(folder) / "run" / "metrics.jsonl")["seconds"][1:].median()
             )
-    return found
+    return seconds
 
 # %% ../../nbs/study/60_tournament.ipynb #5939ff5b
 def enter(
@@ -274,7 +274,7 @@ def enter_seeds(
     costs: Callable[[Pipeline], dict[str, float]],
 ) -> dict[int, dict[str, tuple[Pipeline, dict]]]:  # seed → name → as `enter` gives it
     "`enter` for every contestant and seed, before anything is trained."
-    found = {}
+    by_seed = {}
     prices = {}
 
     def priced(entrant):
@@ -284,12 +284,12 @@ def enter_seeds(
 
     for seed in seeds:
         place = seed_folder(out, seed, seeds[0])
-        found[seed] = {
+        by_seed[seed] = {
             name: enter(name, of_seed(entrant, seed), place, asked, priced)
             for name, entrant in entrants.items()
         }
-        prices |= {name: kept["costs"] for name, (_, kept) in found[seed].items()}
-    return found
+        prices |= {name: kept["costs"] for name, (_, kept) in by_seed[seed].items()}
+    return by_seed
 
 
 def play(
@@ -539,24 +539,24 @@ def differences(
     """
     figures = {name: seed_figures({"ranks": ranks}, name) for name in ranks}
     arms = [name for name in figures if name not in REFERENCES]
-    found = {}
+    by_pair = {}
     for place, second in enumerate(arms):
         later = {name: figures[name] for name in arms[place + 1 :]}
         compared = compare_with(
             later, figures[second], clusters, "two-sided" if place else alternative
         )
-        found |= {(name, second): one for name, one in compared.items()}
+        by_pair |= {(name, second): one for name, one in compared.items()}
     for reference in figures.keys() - set(arms):
         compared = compare_with({arm: -figures[arm] for arm in arms}, -figures[reference], clusters)
-        found |= {(reference, arm): one for arm, one in compared.items()}
+        by_pair |= {(reference, arm): one for arm, one in compared.items()}
     if all(name in figures for name in REFERENCES):
-        found["bm25", "base"] = paired_bootstrap(figures["bm25"][0], figures["base"][0])
+        by_pair["bm25", "base"] = paired_bootstrap(figures["bm25"][0], figures["base"][0])
 
     def scores(b, one):
         return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
 
     return [
-        {"first": b, "second": a, **scores(b, found[b, a])}
+        {"first": b, "second": a, **scores(b, by_pair[b, a])}
         for a, b in itertools.combinations(figures, 2)
     ]
 
@@ -567,12 +567,12 @@ def against_first(report: dict) -> dict[str, Difference]:
     keys = [field.name for field in fields(Difference)]
     rows = {row["first"]: row for row in report["differences"] if row["second"] == first}
     once = {"p": None, "seeds": 1}  # of a record that names no seeds, which is one run of each
-    found = {}
+    by_arm = {}
     for name, row in rows.items():
         known = {key: row[key] for key in keys if key in row} | ({} if "seeds" in row else once)
         reach = {"detectable": (1.959964 + 0.841621) / 1.959964 * (row["high"] - row["low"]) / 2}
-        found[name] = Difference(**(known if "detectable" in known else known | reach))
-    return found
+        by_arm[name] = Difference(**(known if "detectable" in known else known | reach))
+    return by_arm
 
 
 def standings(report: dict) -> pd.DataFrame:
@@ -608,10 +608,10 @@ def standings(report: dict) -> pd.DataFrame:
 def verdict_lines(report: dict) -> list[str]:
     "A sentence on every contestant against the first one."
     first = next(iter(report["arms"]))
-    found = {name: one for name, one in against_first(report).items() if name in report["arms"]}
+    by_arm = {name: one for name, one in against_first(report).items() if name in report["arms"]}
     return [
         f"{name} against {first}: {one.difference:+.3f}, {one.words(name)} ({one.sure()})"
-        for name, one in found.items()
+        for name, one in by_arm.items()
     ]
 
 # %% ../../nbs/study/60_tournament.ipynb #63f6af0c
@@ -754,13 +754,13 @@ def against_itself(
         raise InputError(
             f"{len(figures)} runs are too few for {seeds} on each side; train at least {2 * seeds}"
         )
-    found = []
+    comparisons = []
     for _ in range(tournaments):
         drawn = draw.permutation(len(figures))
         one = figures[drawn[:seeds]] + planted
         other = figures[drawn[seeds : 2 * seeds]]
-        found.append(compare_with({"again": one}, other, report["clusters"])["again"])
-    return found
+        comparisons.append(compare_with({"again": one}, other, report["clusters"])["again"])
+    return comparisons
 
 
 def aa_check(
@@ -771,8 +771,8 @@ def aa_check(
     steps: int = 30,
     say: Callable[[str], None] = print,
 ) -> dict:  # the record
-    """How often a method is called different from itself, and how often a difference of the stated size is
-    found.
+    """How often a method is called different from itself, and how often a difference of the stated
+    size is found.
     """
     for name, number in {"tournaments": tournaments, "seeds": seeds, "steps": steps}.items():
         if number < 1:
@@ -789,9 +789,10 @@ def aa_check(
     size = float(np.median([one.detectable for one in nothing]))
     there = against_itself(report, tournaments, seeds, size)
 
-    def count(found):
+    def count(comparisons):
         return {
-            word: sum(one.verdict == word for one in found) for word in ("ahead", "behind", "level")
+            word: sum(one.verdict == word for one in comparisons)
+            for word in ("ahead", "behind", "level")
         }
 
     about = {

@@ -369,25 +369,25 @@ def _one_stage(
     recipe: str | Path | Recipe, overrides: Iterable[str], say: Callable[[str], None]
 ) -> Recipe:
     "The recipe of one stage that is meant; raises `InputError`."
-    found = (
+    loaded = (
         override(recipe, overrides, say)
         if isinstance(recipe, Recipe)
         else load_recipe(recipe, overrides, say)
     )
-    if not isinstance(found, Recipe):
+    if not isinstance(loaded, Recipe):
         raise InputError(
             f"{recipe} is a pipeline of several runs; launch takes a recipe of one stage"
         )
-    return found
+    return loaded
 
 
 def newest_checkpoint(folder: Path) -> int:
     "The step of the newest checkpoint in a run folder; 0 when there is none."
     return max(
         (
-            int(found[1])
+            int(step[1])
             for path in folder.glob("step-*")
-            if (found := re.fullmatch(r"step-(\d+)", path.name))
+            if (step := re.fullmatch(r"step-(\d+)", path.name))
         ),
         default=0,
     )

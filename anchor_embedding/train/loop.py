@@ -222,13 +222,13 @@ class SharedEmbedder(Embedder):
         ]
         mine = shares[rank]
         settings = (batch_tokens, normalize, progress, refine_steps)
-        found = super().encode(
+        own = super().encode(
             [texts[row] for row in mine], [with_instructions[row] for row in mine], *settings
         )
-        vectors = np.empty((len(texts), *found.shape[1:]), np.float32)
+        vectors = np.empty((len(texts), *own.shape[1:]), np.float32)
         for share, part in zip(
             shares,
-            gather_rows(self.accelerator, torch.from_numpy(found).to(self.accelerator.device)),
+            gather_rows(self.accelerator, torch.from_numpy(own).to(self.accelerator.device)),
             strict=True,
         ):
             vectors[share] = part.cpu().numpy()
@@ -275,16 +275,18 @@ def _measure(run: Training, step: int) -> dict[str, float]:
         batch = run.data.batch(step, *own, as_given=True)
         places = run.data.places(step, *own)
     run.decoder.eval()
-    found = run.objective.watch(run.decoder, batch, run.accelerator, places, run.card["yardstick"])
+    figures = run.objective.watch(
+        run.decoder, batch, run.accelerator, places, run.card["yardstick"]
+    )
     run.decoder.train()
-    return found
+    return figures
 
 
 def _evaluate(run: Training, step: int, evaluate) -> None:
     "Call `evaluate` on every process, and log what it returns: a line of figures, or several."
     if evaluate:
-        found = evaluate(SharedEmbedder(run.embedder, run.accelerator))
-        for line in found if isinstance(found, list) else [found]:
+        figures = evaluate(SharedEmbedder(run.embedder, run.accelerator))
+        for line in figures if isinstance(figures, list) else [figures]:
             run.folder.append("evals.jsonl", step=step, **line)
 
 

@@ -166,12 +166,12 @@ def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_len
     tokenizer = _local_tokenizer(recipe.base) if there else None
     if tokenizer is None:
         return None
-    found = (
+    pairs = (
         docstring_pairs().train
         if recipe.data == "docstrings"
         else open_examples(recipe.data, recipe.on_bad_row, say=lambda text: None)
     )
-    return lengths_of(recipe, found, tokenizer)
+    return lengths_of(recipe, pairs, tokenizer)
 
 # %% ../../nbs/train/20_plan.ipynb #dd9705fd
 def basis(recipe: Recipe, source: str, measured: bool) -> str:
@@ -494,7 +494,7 @@ def verdicts(
 ) -> dict[float, str]:  # bytes of a GPU → does it fit, and if not, what would
     "Whether a recipe fits the memory of every kind of GPU of a plan."
     needed = sum(plan.memory.values())
-    found = {}
+    words_of_sizes = {}
     for size in sorted({GPUS[gpu][1] for gpu in plan.gpus}):
         limit = (1 - FREE) * size
         change = (
@@ -509,8 +509,8 @@ def verdicts(
             + ' or tuning = "lora"' * (plan.recipe.tuning == "full")
         )
         words = f"does not fit in {size / 1e9:.0f} GB: {change}"
-        found[size] = f"fits in {size / 1e9:.0f} GB" if needed <= limit else words
-    return found
+        words_of_sizes[size] = f"fits in {size / 1e9:.0f} GB" if needed <= limit else words
+    return words_of_sizes
 
 # %% ../../nbs/train/20_plan.ipynb #3c752145
 def _range(hours) -> str:
@@ -653,10 +653,10 @@ def find_gpu(
     name: str,  # or how it begins, where that is enough
 ) -> str:
     "The key of `GPUS` that is meant; InputError when it is none or could be several."
-    found = [gpu for gpu in GPUS if gpu.lower().startswith(name.lower())]
-    if len(found) != 1:
+    matching = [gpu for gpu in GPUS if gpu.lower().startswith(name.lower())]
+    if len(matching) != 1:
         raise InputError(f"unknown GPU {name!r}; {closest(name, GPUS)}")
-    return found[0]
+    return matching[0]
 
 
 def plan(
@@ -688,13 +688,13 @@ def plan(
         raise InputError(
             f"`batch_size` = {recipe.batch_size} must be a multiple of the {processes} processes"
         )
-    found, source = (shape, recipe.base) if shape else find_shape(recipe.base)
+    shape_of_base, source = (shape, recipe.base) if shape else find_shape(recipe.base)
     measured = lengths_at_hand(recipe) if measure and not mean_lengths else None
     origin = "given" if mean_lengths else "of the data" if measured else "assumed"
-    recipe, chosen = _chosen(recipe, found, processes, gpus)
+    recipe, chosen = _chosen(recipe, shape_of_base, processes, gpus)
     return Plan(
         recipe,
-        found,
+        shape_of_base,
         source,
         processes,
         tuple(gpus),

@@ -173,11 +173,11 @@ class BatchesAhead:
         self.steps = steps  # a step → its batch; how many there are
         self.pool = ThreadPoolExecutor(1, "batches")
         self.step = None
-        self.found = None
+        self.following = None
 
     def take(self, step: int) -> TokenBatch:
         "The batch of a step."
-        return self.found.result() if step == self.step else self.make(step)
+        return self.following.result() if step == self.step else self.make(step)
 
     @contextmanager
     def while_computing(self, step: int) -> Iterator[None]:
@@ -186,11 +186,11 @@ class BatchesAhead:
             yield
             return
         self.step = step + 1
-        self.found = self.pool.submit(self.make, step + 1)
+        self.following = self.pool.submit(self.make, step + 1)
         try:
             yield
         finally:
-            self.found.exception()  # waits; whoever takes the batch is told
+            self.following.exception()  # waits; whoever takes the batch is told
 
     def close(self) -> None:
         "End the thread; no batch is made ahead after that."
@@ -204,9 +204,12 @@ def load_examples(
 ) -> tuple[Sequence[Example], dict]:
     "The pairs a recipe names, and a description of them for the card; raises `InputError`."
     if recipe.data == "docstrings":
-        found = docstring_pairs()
-        source = {"packages": found.packages, "heldout_packages": list(found.heldout_packages)}
-        return found.train, {"data": "docstrings of installed packages", **source}
+        docstrings = docstring_pairs()
+        source = {
+            "packages": docstrings.packages,
+            "heldout_packages": list(docstrings.heldout_packages),
+        }
+        return docstrings.train, {"data": "docstrings of installed packages", **source}
     store = open_examples(recipe.data, recipe.on_bad_row, progress, say)
     return store, {"data": recipe.data, "bad_rows": store.bad_rows}
 
@@ -215,12 +218,12 @@ def instructions_record(name: str) -> str | dict:
     """What is saved with a model of the instructions that a recipe names: a shipped name, or the
     whole table of a file.
     """
-    found = find_instructions(name)
+    instructions = find_instructions(name)
     if name in ("none", "paper", "as_released"):
         return name
     return {
-        "table": {dataset: list(choices) for dataset, choices in found.table.items()},
-        "symmetric": sorted(found.symmetric),
+        "table": {dataset: list(choices) for dataset, choices in instructions.table.items()},
+        "symmetric": sorted(instructions.symmetric),
     }
 
 

@@ -399,7 +399,7 @@ def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.
     path = folder / "optimizer.safetensors"
     named = own_parameters(decoder)
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = read_tensors(path)
+    tensors = read_tensors(path)
     untouched = _untouched(path)
     expected = {
         f"{name}|{entry}": p
@@ -407,13 +407,13 @@ def load_optimizer(folder: Path, decoder: CausalDecoder, optimizer: torch.optim.
         if id(p) in trained and name not in untouched
         for entry in _ENTRIES
     }
-    shared = [key for key in expected if key in found and not key.endswith("|step")]
-    mismatched = [key for key in shared if found[key].shape != expected[key].shape]
+    shared = [key for key in expected if key in tensors and not key.endswith("|step")]
+    mismatched = [key for key in shared if tensors[key].shape != expected[key].shape]
     remedy = f"remove {folder} to go on from the checkpoint before it"
     check_report(
-        path, remedy, expected.keys() - found.keys(), found.keys() - expected.keys(), mismatched
+        path, remedy, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), mismatched
     )
-    for key, value in found.items():
+    for key, value in tensors.items():
         parameter = expected[key]
         entry = key.rpartition("|")[2]
         optimizer.state[parameter][entry] = (

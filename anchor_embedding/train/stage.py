@@ -215,12 +215,12 @@ def compare_gradients(
     if cosine < TRUSTED_COSINE:
         dtype = str(embedder.decoder.compute_dtype).removeprefix("torch.")
         other = ', or decode_opening = "encode"' * (recipe.objective.decode_opening != "encode")
-        found = (
+        warning = (
             f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in "
             f"{dtype} have a cosine of {cosine:.2f}"
         )
         warnings.warn(
-            f'{found}: the first steps would follow rounding errors; set dtype = "float32"{other}',
+            f'{warning}: the first steps would follow rounding errors; set dtype = "float32"{other}',
             stacklevel=2,
         )
     return {"cosine": round(cosine, 4), "pairs": len(pairs)}
@@ -437,9 +437,9 @@ def dry_run(
     embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
     batch = make_data(recipe, embedder.tokenizer, examples).batch(0)
     terms = recipe.objective.prepared(embedder.tokenizer).loss(embedder.decoder.eval(), batch)
-    found = compare_gradients(recipe, embedder, batch)
-    if "cosine" in found:
-        terms["gradient_cosine"] = found["cosine"]
+    compared = compare_gradients(recipe, embedder, batch)
+    if "cosine" in compared:
+        terms["gradient_cosine"] = compared["cosine"]
     negatives = sum(map(len, batch.negatives))
     return {
         **terms,
