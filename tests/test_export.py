@@ -328,7 +328,7 @@ def test_card(tmp_path, run, base):
     assert [found["recipe"]["objective"] for found in cards] == ["reconstruction", "contrastive"]
     told = [
         *(found["fingerprint"] for found in cards),
-        cards[1]["negatives_pool"],
+        cards[1]["competitors"],
         f"| temperature | {cards[1]['recipe']['temperature']} |",
     ]
     for text in (*told, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):

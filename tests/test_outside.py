@@ -103,8 +103,7 @@ def test_trains_plans_and_goes_on(folder, base, pairs):
     assert (kept["objective"], kept["spread"]) == ("own_objectives:Alignment", 0.5)
     card = json.loads((folder / "run" / "card.json").read_text())
     assert (
-        card["negatives_pool"] == "3 in-batch positives for every query"
-        and card["deviations"] == {}
+        card["competitors"] == "3 in-batch positives for every query" and card["deviations"] == {}
     )
 
     again = anchor(

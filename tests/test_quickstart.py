@@ -76,7 +76,7 @@ def test_arms_meet_the_same_batches_and_negatives(finished):
         for arm in ("baseline", "anchor")
     ]
     assert cards[0]["fingerprint"] == cards[1]["fingerprint"]
-    assert cards[0]["negatives_pool"] == cards[1]["negatives_pool"]
+    assert cards[0]["competitors"] == cards[1]["competitors"]
     lines = [
         (out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines()
         for arm in ("baseline", "anchor")

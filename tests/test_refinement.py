@@ -150,7 +150,7 @@ def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_
     dry = dry_run(recipe, EXAMPLES, say=lambda text: None)
     assert dry["loss"] == pytest.approx(first["loss"], rel=1e-4)
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["recipe"]["refine_steps"] == 3 and card["negatives_pool"].startswith(
+    assert card["recipe"]["refine_steps"] == 3 and card["competitors"].startswith(
         "7 in-batch positives"
     )
 

@@ -323,7 +323,7 @@ def _quoted(text: str) -> str:
 _FACTS = (
     "base_revision",
     "checkpoint",
-    "negatives_pool",
+    "competitors",
     "trained_parameters",
     "dtype",
     "device",

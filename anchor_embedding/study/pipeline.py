@@ -710,7 +710,7 @@ def report_card(pipeline: Pipeline, pairs: SplitPairs, folders: dict, source: st
         **{key: shared[key] for key in keys},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "counts": {"train": len(pairs.train), "heldout": len(pairs.heldout)},
-        "negatives_pool": {name: card["negatives_pool"] for name, card in runs.items()},
+        "competitors": {name: card["competitors"] for name, card in runs.items()},
         "tokens_per_second": {name: card["tokens_per_second"] for name, card in runs.items()},
         "recipes": {stage: recipe.to_dict() for stage, recipe in pipeline.stages.items()},
         **pairs.source,

@@ -379,7 +379,7 @@ def write_card(run: Training) -> str:
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
         "recipe": recipe.to_dict(), **run.card, **run.data.source, "template": run.embedder.tokenizer.config(), **run.parameters,
-        "processes": run.world, "sharded": is_sharded(run.model), "negatives_pool": pool,
+        "processes": run.world, "sharded": is_sharded(run.model), "competitors": pool,
         "deviations": deviations(recipe), "choices": recipe.objective.choices(),
         "commit": start["commit"], "starts": [*before.get("starts", []), start],
         "versions": installed_versions(*packages),
