@@ -1,9 +1,11 @@
 """Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
 
 `pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow,
-`-n 0` runs everything in one process instead of one for each core (four at most).
+`-n 0` runs everything in one process instead of one for each core (four at most), `--without-bfloat16`
+is a processor without bfloat16 products.
 """
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -29,6 +31,11 @@ def pytest_addoption(parser):
         help="also run tests marked slow and cells flagged `#| slow`",
     )
     group.addoption(
+        "--without-bfloat16",
+        action="store_true",
+        help="as on a processor without bfloat16 products",
+    )
+    group.addoption(
         "--notebook-timeout",
         type=float,
         default=None,
@@ -37,6 +44,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.option.without_bfloat16:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # the processes of the tests inherit it
     config.addinivalue_line("markers", "slow: minutes long; runs with --run-slow")
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     if not find_notebooks(NBS):
