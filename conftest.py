@@ -1,6 +1,7 @@
 """Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
 
-`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--run-slow` adds what is marked slow,
+`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--thorough` adds what CI runs besides (many
+processes, killed ones, a browser on every page), `--run-slow` also what is marked slow,
 `-n 0` runs everything in one process instead of one for each core (four at most), `--without-bfloat16`
 is a processor without bfloat16 products.
 """
@@ -26,9 +27,14 @@ NBS = ROOT / "nbs"
 def pytest_addoption(parser):
     group = parser.getgroup("notebooks")
     group.addoption(
+        "--thorough",
+        action="store_true",
+        help="also run tests marked thorough, as CI does",
+    )
+    group.addoption(
         "--run-slow",
         action="store_true",
-        help="also run tests marked slow and cells flagged `#| slow`",
+        help="also run tests marked thorough or slow, and cells flagged `#| slow`",
     )
     group.addoption(
         "--without-bfloat16",
@@ -46,6 +52,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.without_bfloat16:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # the processes of the tests inherit it
+    config.addinivalue_line(
+        "markers", "thorough: many processes, or tens of seconds; runs with --thorough"
+    )
     config.addinivalue_line("markers", "slow: minutes long; runs with --run-slow")
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     if not find_notebooks(NBS):
@@ -124,7 +133,10 @@ def has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
+    thorough = config.option.thorough or config.option.run_slow
     for item in items:
+        if item.get_closest_marker("thorough") and not thorough:
+            item.add_marker(pytest.mark.skip(reason="thorough: runs with --thorough"))
         if item.get_closest_marker("slow") and not config.option.run_slow:
             item.add_marker(pytest.mark.skip(reason="slow: runs with --run-slow"))
         if item.get_closest_marker("cuda") and not has_cuda():

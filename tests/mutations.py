@@ -165,7 +165,7 @@ def become_pytest(test: str, log) -> None:
     sys.path.insert(0, str(COPY / "tests"))
     import pytest
 
-    code = pytest.main(["-x", "-n0", "-q", "-p", "no:cacheprovider", test])
+    code = pytest.main(["-x", "-n0", "-q", "--thorough", "-p", "no:cacheprovider", test])
     sys.stdout.flush()
     os._exit(code)
 

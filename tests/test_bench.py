@@ -36,6 +36,7 @@ def request_for():
         yield lambda pairs: bench.Request(base, CPU, "float32", pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind,pairs,least", [("stage1", 32, 1.2), ("encode", 96, 1.4)])
 def test_packed_is_faster_than_padded(request_for, monkeypatch, kind, pairs, least):
     monkeypatch.setattr(bench, "matmul_peak", lambda *_: 1e12)  # not what is asked here

@@ -417,6 +417,7 @@ def test_unknown_models_are_named(pairs, capsys, tmp_path):
     assert not (tmp_path / "v.npy").exists()
 
 
+@pytest.mark.thorough
 def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, capsys):
     texts = [" ".join(WORDS[i : i + 4 + i % 7]) for i in range(40)]
     rows = [json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(texts)]
@@ -634,6 +635,7 @@ def test_wrong_numbers_of_processes_are_named_before_anything_starts(base, pairs
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(
     base, pairs, capsys, tmp_path
 ):
@@ -691,6 +693,7 @@ def environment_of_launchers():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("launcher", "processes"), [
     (["-m", "anchor_embedding", "train", "--nproc=2"], 2),
     (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "anchor_embedding", "train"], 2),

@@ -117,6 +117,7 @@ def all_of_them(parent: psutil.Process) -> list[psutil.Process]:
     return [parent, *parent.children()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victims", [a_worker, the_parent, pytest.param(all_of_them, marks=pytest.mark.slow)]
 )
@@ -180,6 +181,7 @@ def on_a_terminal(*words) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", written.decode()) if line.strip()]
 
 
+@pytest.mark.thorough
 def test_several_processes_show_one_line(base, tmp_path):
     """One bar, that of the first process, which begins at what was there before a stop."""
     write_texts(tmp_path / "corpus.jsonl", 3_000)

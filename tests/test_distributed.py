@@ -126,6 +126,7 @@ def groups(folder):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("case", MATRIX, ids="-".join)
@@ -197,6 +198,7 @@ def resumed(folder):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tuning", TUNING)
 def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
     expected = load_file(resumed / f"{tuning}-alone" / "final" / "model.safetensors")
@@ -212,6 +214,7 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
         assert [line["step"] for line in evals] == [0, 2, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["paper", "released"])
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
     """One process and two log the same, also where each of the two holds one pair, in JSON that
@@ -244,6 +247,7 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
             )
 
 
+@pytest.mark.thorough
 def test_processes_share_an_evaluation(folder):
     """1, 2 and 4 processes find the same figures, each having encoded a share of the texts."""
     recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
@@ -267,6 +271,7 @@ def test_processes_share_an_evaluation(folder):
             )
 
 
+@pytest.mark.thorough
 def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
     """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's
     losses.
@@ -303,6 +308,7 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
         )
 
 
+@pytest.mark.thorough
 def test_lower_precision_noise_and_recomputation(folder):
     """In bfloat16 with activation checkpointing, sharded or not: losses of one process; with LoRA dropout (noise of its
     own on every rank) the ranks still hold equal weights."""

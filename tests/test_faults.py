@@ -60,6 +60,7 @@ def train(tmp_path, limited_step, limit, *more):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 # inside the weights; behind them, inside the optimizer's state
 @pytest.mark.parametrize("limit", [20_000, 120_000])
 def test_full_disk_while_saving(tmp_path, limit):
@@ -97,6 +98,7 @@ def test_damaged_checkpoint_is_named(tmp_path, name):
     assert train(tmp_path, -1, 0, "--resume").returncode == 0
 
 
+@pytest.mark.thorough
 def test_full_disk_while_encoding(tmp_path):
     """What was finished stays, and once there is room again the rest is encoded."""
     train(tmp_path, -1, 0)

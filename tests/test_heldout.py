@@ -111,6 +111,7 @@ def texts_of(pairs):
     return alike(text for pair in pairs for text in (pair.query, pair.positive))
 
 
+@pytest.mark.thorough
 def test_parts_of_docstrings_are_different_packages():
     split = pipeline.split_pairs("docstrings", 60, 42)
     again = pipeline.split_pairs("docstrings", 60, 42)

@@ -193,6 +193,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
 # ---- ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "code", "says"), [
     (signal.SIGINT, -signal.SIGINT, "stopped; go on from step"),
     pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, "stopped; go on from step", marks=pytest.mark.slow),
@@ -238,6 +239,7 @@ def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
     assert len(re.findall(r"(?m)^\d{4}-\S+ anchor --debug train .*", log)) == 2
 
 
+@pytest.mark.thorough
 def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     """In a Jupyter kernel: a bar and a picture follow the run; interrupting the cell ends it and
     leaves no process.
@@ -300,6 +302,7 @@ def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
     assert len(processes) == 2 and not alive(processes)
 
 
+@pytest.mark.thorough
 def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
     """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still
     do the same things.
@@ -315,6 +318,7 @@ def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
     assert watcher.returncode == 0 and steps(tmp_path) == [1, 2, 3, 4, 5, 6], said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_before_the_processes_have_met(tmp_path, recipe, monkeypatch, number):
     """A process that waits inside torch for one that never comes ends at once, not after the time
@@ -363,6 +367,7 @@ def kill_with_children(process):
     process.wait()
 
 
+@pytest.mark.thorough
 def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
     """Two agents of torchrun; one is killed with its process in the middle, the other ends, and
     both are started again by the same words.

@@ -337,6 +337,7 @@ def write_many(path, rows, words):
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
 )

@@ -81,6 +81,7 @@ def settings(base, pairs, *more):
     return [word for item in every for word in ("--set", item)]
 
 
+@pytest.mark.thorough
 def test_trains_plans_and_goes_on(folder, base, pairs):
     done = anchor(
         folder,
@@ -116,6 +117,7 @@ def test_trains_plans_and_goes_on(folder, base, pairs):
     assert tomllib.loads(shown.stdout) == kept
 
 
+@pytest.mark.thorough
 def test_two_processes_have_the_gradient_of_one(folder, base, pairs):
     losses = {}
     for processes in (1, 2):

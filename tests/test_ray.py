@@ -93,6 +93,7 @@ def short(tmp_path_factory):
     return tmp_path_factory.mktemp("r")
 
 
+@pytest.mark.thorough
 @needs_ray
 def test_two_actors_one_of_them_killed(base, tmp_path, short):
     """Every text is there once, with the vector that it has by itself."""

@@ -252,6 +252,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_equal_one(groups, case, sharding):

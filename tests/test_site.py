@@ -256,6 +256,7 @@ def test_dead_links_are_found(tmp_path):
     assert dead_links("http://x/", tmp_path, looks) == [f"index.html: {link}" for link in gone]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "tab",
     [{"viewport": DESKTOP, "color_scheme": "light"}, {"viewport": PHONE, "color_scheme": "dark"}],
