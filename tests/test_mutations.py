@@ -14,6 +14,7 @@ from mutations import (
     key_of,
     places,
     read_faults,
+    without_folders,
 )
 
 FAULTS = read_faults()
@@ -71,3 +72,9 @@ def test_a_fault_is_put_into_the_exported_cell_alone():
         sources[0].replace("x + x", "x * x"),
         sources[1],
     ]
+
+
+def test_why_a_test_died_names_no_folder_of_a_machine():
+    said = "E TimeoutExpired: Command '['/home/me/venv/bin/python', '-m', 'a/b']' in 3 / 4 s"
+    wanted = "E TimeoutExpired: Command '['python', '-m', 'a/b']' in 3 / 4 s"
+    assert without_folders(said) == wanted
