@@ -6,10 +6,11 @@ import itertools
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from safetensors.torch import save_file
 
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
@@ -142,7 +143,9 @@ def gain(case: str, accelerator: Accelerator) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
+    # a process that waits for another one for ever says so
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=100))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[patience])
     folder = Path(sys.argv[1])
     rank = accelerator.process_index
     world = accelerator.num_processes
