@@ -4,18 +4,15 @@
 
 # %% auto #0
 __all__ = ['TRIM_EVERY', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite', 'count_parameters',
-           'Training', 'update_weights', 'SharedEmbedder', 'check_same_texts', 'watched_batch', 'run_loop', 'finish']
+           'Training', 'update_weights', 'watched_batch', 'run_loop', 'finish']
 
 # %% ../../nbs/train/40_loop.ipynb #67bd46b3
 import json
 import math
-import tempfile
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
@@ -24,18 +21,14 @@ from torch.distributed.tensor import DTensor
 from ..common.errors import InputError, Stopped
 from ..common.files import write_text
 from ..common.progress import progress_bar
-from ..embed.embedder import Embedder, write_embedder
 from ..model.decoder import CausalDecoder
-from ..model.loading import merge_lora, return_freed_memory
+from ..model.loading import return_freed_memory
 
 # %% ../../nbs/train/40_loop.ipynb #af94c031
 from anchor_embedding.model.ranks import (
     STOP_SIGNALS,
     StopSignals,
-    balanced_share,
-    gather_rows,
     global_sum,
-    is_sharded,
     own_parameters,
 )
 from .recipe import Recipe
@@ -45,7 +38,6 @@ from anchor_embedding.train.runs import (
     prune_checkpoints,
     read_log,
     save_checkpoint,
-    weights_to_save,
 )
 
 # %% ../../nbs/train/40_loop.ipynb #e8d7ffe3
@@ -172,88 +164,6 @@ def update_weights(run: Training, step: int) -> dict[str, float]:  # learning ra
     run.optimizer.zero_grad(set_to_none=True)
     return {"lr": rate, "grad_norm": norm}
 
-# %% ../../nbs/train/40_loop.ipynb #b57a9944
-class SharedEmbedder(Embedder):
-    "An embedder whose texts all processes encode together; each must ask for the same ones."
-
-    def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        own = (
-            embedder.tokenizer,
-            embedder.pooling,
-            embedder.soft_tokens,
-            embedder.decode_opening,
-            embedder.instructions,
-        )
-        super().__init__(embedder.decoder, *own)
-        self.accelerator = accelerator
-
-    def encode(
-        self,
-        texts,
-        instruction=None,
-        batch_tokens=8192,
-        normalize=False,
-        progress=None,
-        refine_steps=None,
-    ) -> np.ndarray:
-        "See `encode_texts`; raises `InputError` when the processes ask for different texts."
-        world = self.accelerator.num_processes
-        rank = self.accelerator.process_index
-        progress = progress if rank == 0 else False
-        if (
-            world == 1
-            or is_sharded(self.decoder)
-            or not isinstance(texts, list | tuple)
-            or len(texts) < world
-        ):
-            return super().encode(
-                texts, instruction, batch_tokens, normalize, progress, refine_steps
-            )
-        check_same_texts(self.accelerator, texts)
-        with_instructions = (
-            [instruction] * len(texts)
-            if instruction is None or isinstance(instruction, str)
-            else instruction
-        )
-        rows = [*range(len(texts)), *[0] * (-len(texts) % world)]  # as many for every process
-        shares = [
-            [rows[i] for i in balanced_share([len(texts[row]) for row in rows], r, world)]
-            for r in range(world)
-        ]
-        mine = shares[rank]
-        settings = (batch_tokens, normalize, progress, refine_steps)
-        own = super().encode(
-            [texts[row] for row in mine], [with_instructions[row] for row in mine], *settings
-        )
-        vectors = np.empty((len(texts), *own.shape[1:]), np.float32)
-        for share, part in zip(
-            shares,
-            gather_rows(self.accelerator, torch.from_numpy(own).to(self.accelerator.device)),
-            strict=True,
-        ):
-            vectors[share] = part.cpu().numpy()
-        return vectors
-
-
-def check_same_texts(accelerator: Accelerator, texts: Sequence[str]) -> None:
-    "Raise `InputError` when the processes hold different texts."
-    digest = zlib.crc32("\0".join(texts).encode(errors="surrogatepass"))
-    if (
-        len(
-            {
-                int(part)
-                for part in gather_rows(
-                    accelerator, torch.tensor([digest], device=accelerator.device)
-                )
-            }
-        )
-        > 1
-    ):
-        raise InputError(
-            "the processes were to encode different texts; an evaluation must do the "
-            "same on each of them"
-        )
-
 # %% ../../nbs/train/40_loop.ipynb #671340ee
 def watched_batch(run: Training, rank: int, world: int):
     "The share of a process of the pairs that are watched, a `TokenBatch`."
@@ -285,7 +195,7 @@ def _measure(run: Training, step: int) -> dict[str, float]:
 def _evaluate(run: Training, step: int, evaluate) -> None:
     "Call `evaluate` on every process, and log what it returns: a line of figures, or several."
     if evaluate:
-        figures = evaluate(SharedEmbedder(run.embedder, run.accelerator))
+        figures = evaluate(run.embedder)
         for line in figures if isinstance(figures, list) else [figures]:
             run.folder.append("evals.jsonl", step=step, **line)
 
@@ -341,7 +251,7 @@ def _answer(run: Training, stop: StopSignals, done: int) -> None:
 # %% ../../nbs/train/40_loop.ipynb #3f97d8d2
 def run_loop(
     run: Training,
-    evaluate: Callable[[Embedder], dict | list[dict]] | None = None,
+    evaluate: Callable[..., dict | list[dict]] | None = None,  # of the run's embedder
     progress: bool | None = None,  # see `progress_bar`
     on_step: Callable[[dict], None] | None = None,  # called with each line of metrics.jsonl
 ) -> Path:  # the folder `final` of the run
@@ -382,25 +292,11 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         _answer(run, stop, done)
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
-def _save_final(run: Training, final: Path) -> None:
-    "The result, adapters merged; a sharded model is put together first."
-    if not is_sharded(run.model):
-        if run.main:
-            merge_lora(run.decoder)
-            run.embedder.save_pretrained(final)
-        return
-    weights = weights_to_save(run.decoder, run.main)
-    if run.main:
-        with tempfile.TemporaryDirectory(prefix=".final.", dir=final.parent) as aside:
-            write_embedder(run.embedder, Path(aside), weights)
-            Embedder.from_pretrained(aside, dtype="float32", device="cpu").save_pretrained(final)
-
-
 def finish(run: Training) -> Path:
     "Save the result, and add the totals to the card."
     final = run.folder.path / "final"
     lines = read_log(run.folder.path / "metrics.jsonl")
-    _save_final(run, final)
+    run.embedder.save_merged(final)
     if run.main:
         seconds, tokens = (sum(line[key] for line in lines) for key in ("seconds", "tokens"))
         card = json.loads((run.folder.path / "card.json").read_text(encoding="utf-8"))

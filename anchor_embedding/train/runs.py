@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lock_folder', 'RunFolder', 'make_ready', 'check_changes', 'resume_line', 'read_log', 'read_card', 'run_facts',
-           'run_html', 'weights_to_save', 'save_checkpoint', 'read_tensors', 'load_optimizer', 'prune_checkpoints']
+           'run_html', 'save_checkpoint', 'read_tensors', 'load_optimizer', 'prune_checkpoints']
 
 # %% ../../nbs/train/30_runs.ipynb #404870ee
 import fcntl
@@ -26,10 +26,9 @@ from safetensors.torch import load_file, save_file
 from ..common.errors import InputError
 from ..common.files import atomic_folder, read_json, write_text
 from ..common.show import cell_text, curve, facts_html, rows_html
-from ..embed.embedder import Embedder, write_embedder
 from ..model.decoder import CausalDecoder
 from ..model.loading import check_report
-from ..model.ranks import as_slice_of, is_sharded, own_parameters, whole_tensors
+from ..model.ranks import as_slice_of, own_parameters, whole_tensors
 from .recipe import Recipe, RunSettings, from_toml
 
 # %% ../../nbs/train/30_runs.ipynb #b327b0e8
@@ -322,24 +321,9 @@ def run_html(run: RunFolder) -> str:
     return f"<div>{drawn}{facts_html(run.path.name, facts)}{judged}</div>"
 
 # %% ../../nbs/train/30_runs.ipynb #d098cea4
-def weights_to_save(decoder: CausalDecoder, main: bool = True) -> dict[str, torch.Tensor] | None:
-    """The weights that `save_pretrained` shall write, put together from all processes; None when it
-    finds them whole in the model.
-    """
-    if not is_sharded(decoder):
-        return None
-    adapters = hasattr(decoder.model, "peft_config")
-    named = {
-        name: p for name, p in own_parameters(decoder).items() if p.requires_grad or not adapters
-    }
-    return {
-        name.removeprefix("model."): whole for name, whole in whole_tensors(named, main).items()
-    }
-
-
 def save_checkpoint(
     folder: Path,
-    embedder: Embedder,
+    embedder,  # that processes share, see `embed.shared`
     optimizer: torch.optim.Optimizer,
     main: bool = True,  # this process writes
 ) -> None:
@@ -352,11 +336,11 @@ def save_checkpoint(
         for p, entries in optimizer.state.items()
         for key, value in entries.items()
     }
-    weights = weights_to_save(embedder.decoder, main)
+    weights = embedder.whole_weights()
     moments = whole_tensors(state, main)
     if main:
         with atomic_folder(folder) as aside:
-            write_embedder(embedder, aside, weights)
+            embedder.write(aside, weights)
             untouched = [
                 names[id(p)]
                 for group in optimizer.param_groups

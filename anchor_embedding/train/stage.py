@@ -38,6 +38,7 @@ from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example
 from ..embed.embedder import Embedder, evaluating
+from ..embed.shared import SharedEmbedder
 from ..model.decoder import CausalDecoder
 from ..model.loading import choose_device, choose_dtype, free_memory
 
@@ -316,7 +317,8 @@ def prepare(
         load_examples(recipe, run.say, None if run.main else False) if examples is None else given
     )
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
-    run.embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
+    embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
+    run.embedder = SharedEmbedder(embedder, run.accelerator)
     run.decoder = run.embedder.decoder
     run.objective = recipe.objective.prepared(run.embedder.tokenizer)
     check_lora_targets(recipe, run.decoder)
