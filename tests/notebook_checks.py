@@ -351,7 +351,15 @@ def _context():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "transformers", "nbdev.test", "matplotlib.pyplot", "pandas"]
+        [
+            "torch",
+            "transformers",
+            "nbdev.test",
+            "matplotlib.pyplot",
+            "pandas",
+            "peft",
+            "scipy.stats",
+        ]
     )
     return context
 

@@ -796,6 +796,7 @@ def test_importing_does_not_load_mteb():
 
 
 @needs_data
+@pytest.mark.thorough
 def test_cheap_real_tasks(tmp_path):
     tiny(template="chat", max_length=96).save_pretrained(tmp_path / "tiny")
     began = time.perf_counter()

@@ -358,6 +358,7 @@ end_process(0)
 """
 
 
+@pytest.mark.thorough
 def test_all_processes_take_the_choice_of_the_one_with_least_memory(folder, tmp_path):
     """What a recipe leaves to the machine is chosen alike, though one process could take more."""
     automatic = {"activation_checkpointing": "auto", "token_budget": "auto"}

@@ -87,7 +87,9 @@ def test_full_disk_while_saving(tmp_path, limit):
     Embedder.from_pretrained(run / "final")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("model.safetensors", marks=pytest.mark.thorough), "optimizer.safetensors"]
+)
 def test_damaged_checkpoint_is_named(tmp_path, name):
     assert train(tmp_path, -1, 0).returncode == 0
     run = tmp_path / "run"

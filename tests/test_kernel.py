@@ -114,7 +114,7 @@ def check(notebook: Path) -> Client:
         return client
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(QUICK[0], marks=pytest.mark.thorough), *QUICK[1:]])
 def test_run_all(name):
     check(NBS / name)
 

@@ -234,7 +234,10 @@ def kill_often(run, whole, kills, seed):
     return killed
 
 
-@pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
+@pytest.mark.parametrize(
+    ("stage", "tuning"),
+    [("reconstruction", "full"), pytest.param("contrastive", "lora", marks=pytest.mark.thorough)],
+)
 def test_killed_runs_go_on_to_the_same_bits(prepare, stage, tuning):
     kill_often(*prepare(stage, tuning), kills=5, seed=1)
 
@@ -293,7 +296,8 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
 
 
 @pytest.mark.parametrize(("number", "moment"), [
-    (signal.SIGTERM, "step"), (signal.SIGTERM, "save"), (signal.SIGINT, "step"), (signal.SIGINT, "save"), (signal.SIGHUP, "step"),
+    (signal.SIGTERM, "save"), (signal.SIGINT, "step"),
+    *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(signal.SIGTERM, "step"), (signal.SIGINT, "save"), (signal.SIGHUP, "step")]),
 ])  # fmt: skip
 def test_signals_save_and_end(prepare, number, moment):
     run, whole = prepare("reconstruction" if moment == "save" else "contrastive")

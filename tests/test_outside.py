@@ -142,17 +142,20 @@ def test_two_processes_have_the_gradient_of_one(folder, base, pairs):
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        (
+        pytest.param(
             "own_objectives:Alignment",
             False,
             "there is no module 'own_objectives'; is it installed, or its folder on PYTHONPATH?",
+            marks=pytest.mark.thorough,
         ),
         (
             "own_objectives:Alinment",
             True,
             "own_objectives has no objective 'Alinment', a class that inherits from `Objective`",
         ),
-        ("own_objectives:nothing", True, "has no objective 'nothing'"),
+        pytest.param(
+            "own_objectives:nothing", True, "no objective 'nothing'", marks=pytest.mark.thorough
+        ),
         ("alignment", True, "must be one of bag_of_tokens, "),
     ],
 )

@@ -83,8 +83,10 @@ def test_a_text_has_the_same_vector_alone_and_in_a_batch(exported):
     "kind, pooling, overrides",
     [
         ("qwen2", "eos", {}),
-        ("qwen3", "mean", {}),
-        ("mistral", "weighted_mean", {"sliding_window": 16}),
+        pytest.param("qwen3", "mean", {}, marks=pytest.mark.thorough),
+        pytest.param(
+            "mistral", "weighted_mean", {"sliding_window": 16}, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_every_family_and_pooling_of_length_one_padded_left(tmp_path, kind, pooling, overrides):

@@ -431,6 +431,7 @@ def same_method(tmp_path_factory):
     return out, same_method_runs(out, runs=16, say=lambda text: None)
 
 
+@pytest.mark.thorough
 def test_a_method_is_not_told_from_itself_and_a_planted_difference_is_found(
     same_method, tmp_path, capsys
 ):
@@ -445,6 +446,7 @@ def test_a_method_is_not_told_from_itself_and_a_planted_difference_is_found(
     assert {"command", "commit", "device", "created"} <= record["about"].keys()
 
 
+@pytest.mark.thorough
 def test_queries_alone_tell_a_method_from_itself_and_seeds_do_not(same_method):
     _, report = same_method
     figures = seed_figures(report, "baseline")
