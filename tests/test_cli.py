@@ -719,6 +719,7 @@ def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
     Embedder.from_pretrained(tmp_path / "run" / "final", device="cpu")
 
 
+@pytest.mark.thorough
 def test_a_launcher_may_not_change_what_is_computed(base, pairs, tmp_path):
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=fp16",
                 "--dynamo_backend=no", "-m", "anchor_embedding", "train"]  # fmt: skip

@@ -437,6 +437,7 @@ for base, revision in (("owner/merged", "0" * 40), (sys.argv[2], None)):
 """
 
 
+@pytest.mark.thorough
 def test_from_the_hub(tmp_path, texts):
     """By its name on the hub, here from the hub's cache, a model is what it is in a folder."""
     embedder = with_adapter(make(tmp_path / "model", "mistral"))

@@ -87,9 +87,8 @@ def test_full_disk_while_saving(tmp_path, limit):
     Embedder.from_pretrained(run / "final")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("model.safetensors", marks=pytest.mark.thorough), "optimizer.safetensors"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_damaged_checkpoint_is_named(tmp_path, name):
     assert train(tmp_path, -1, 0).returncode == 0
     run = tmp_path / "run"

@@ -217,6 +217,7 @@ end_process(0)
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_train_the_same_with_and_without(bases, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(

@@ -16,6 +16,7 @@ import pytest
 from notebook_checks import ROOT, cell_flags, compare, executed_ids, find_notebooks, split_source
 
 NBS = ROOT / "nbs"
+pytestmark = pytest.mark.thorough
 QUICK = ("study/30_pictures.ipynb", "look_inside.ipynb")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -114,7 +115,7 @@ def check(notebook: Path) -> Client:
         return client
 
 
-@pytest.mark.parametrize("name", [pytest.param(QUICK[0], marks=pytest.mark.thorough), *QUICK[1:]])
+@pytest.mark.parametrize("name", QUICK)
 def test_run_all(name):
     check(NBS / name)
 

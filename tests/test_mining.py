@@ -366,9 +366,8 @@ mine_negatives(sys.argv[1], sys.argv[2], scorer, force=True, progress=False)
 """
 
 
-@pytest.mark.parametrize(
-    "stop", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGKILL]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
     out = tmp_path / "mined.jsonl"
     out.write_text("earlier\n")
@@ -940,11 +939,8 @@ def stopped(mine_in_process, base, many_cases, tmp_path_factory):
     return stop
 
 
-@pytest.mark.parametrize(
-    "last",
-    [pytest.param(last, marks=pytest.mark.thorough) for last in (3, 6, 14, -8, -4, -3, -1)]
-    + [9, -2],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("last", [3, 6, 9, 14, -8, -4, -3, -2, -1])
 def test_killed_mining_goes_on(stopped, tmp_path, last):
     stopped(stopped.corpora[0], last, tmp_path)
 
@@ -1045,9 +1041,8 @@ except InputError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("part", "kept"), [(4096, 0), pytest.param(50, 1, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("part", "kept"), [(4096, 0), (50, 1)])
 def test_a_full_disk_is_one_line(pairs, tmp_path, part, kept):
     """Of one file, or of the file of all vectors: then the parts stay."""
     process = run_python(FULL, pairs, tmp_path / "mined.jsonl", part)

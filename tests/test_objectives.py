@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from objectives_worker import CASES, GAINS, HEADS, gain, gradients, make_batch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.thorough
 WORKER = Path(__file__).with_name("objectives_worker.py")
 PROCESSES = 2
 

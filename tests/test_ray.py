@@ -119,6 +119,7 @@ def test_two_actors_one_of_them_killed(base, tmp_path, short):
     np.testing.assert_allclose(vectors, one_by_one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_package_does_not_import_ray():
     code = "import sys, anchor_embedding.embed.batch_encoder; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -55,7 +55,13 @@ def load(folder):
 
 @pytest.mark.parametrize("kind", ["mixture", "pause"])
 @pytest.mark.parametrize(
-    ("base", "tuning"), [("llama", {}), ("qwen2", {}), ("qwen3", LORA), ("mistral", LORA)]
+    ("base", "tuning"),
+    [
+        ("llama", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.thorough),
+        ("qwen3", LORA),
+        pytest.param("mistral", LORA, marks=pytest.mark.thorough),
+    ],
 )
 def test_trained_resumed_saved_and_loaded(bases, tmp_path, base, tuning, kind):
     recipe = Recipe(

@@ -136,6 +136,7 @@ def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
         assert "gone" in caplog.text
 
 
+@pytest.mark.thorough
 def test_every_notebook_is_a_page(site, pages):
     notebooks = {
         str(path.relative_to(ROOT / "nbs").with_suffix(".html"))
@@ -146,6 +147,7 @@ def test_every_notebook_is_a_page(site, pages):
     }
 
 
+@pytest.mark.thorough
 def test_every_page_has_its_markdown_and_stands_in_llms_txt(site, pages):
     listed = re.findall(r"\]\((.+?)\): .", (site / "llms.txt").read_text("utf-8"))
     assert sorted(listed) == [f"{page}.md" for page in pages if page != "api.html"]
@@ -154,6 +156,7 @@ def test_every_page_has_its_markdown_and_stands_in_llms_txt(site, pages):
         assert markdown.startswith("# ") and ".ipynb)" not in markdown
 
 
+@pytest.mark.thorough
 def test_a_page_holds_its_outputs_and_its_reference(site):
     markdown = (site / "objectives" / "25_contrastive.html.md").read_text("utf-8")
     assert "## Reference of `anchor_embedding.objectives.contrastive`" in markdown
@@ -288,6 +291,7 @@ def test_every_page(tab, address, site, pages, request):
     assert total["pictures"] > 10 and total["equations"] > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"]
 )
@@ -302,6 +306,7 @@ def test_search_by_keyboard(tab, address):
     assert "refinement" in tab.inner_text("h1").lower()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "tab", [{"viewport": DESKTOP, "color_scheme": "light"}], indirect=True, ids=["desktop"]
 )

@@ -426,6 +426,7 @@ def test_one_and_a_half_million_rows_in_less_than_a_gigabyte(tmp_path, capsys):
 # ---- real text
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     "ANCHOR_DATA" not in os.environ, reason="ANCHOR_DATA names no folder of real data"
 )

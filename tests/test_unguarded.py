@@ -70,6 +70,7 @@ def test_the_optimizer_is_adamw_with_the_settings_of_the_recipe(
     assert ends == pytest.approx(sorted(weight.sum().item() for weight in weights), abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_every_step_and_every_process_has_noise_of_its_own(base, pairs, tmp_path):
     """The state of the generator in each of three steps of two processes: six different ones."""
     (tmp_path / "site").mkdir()
