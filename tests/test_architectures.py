@@ -1,5 +1,5 @@
-"""The table of architectures is of the pinned transformers and leaves no third outcome; a sample of
-it is made again.
+"""The table of architectures is that of the pinned transformers and has no third outcome; a sample
+of it is computed again.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The bench, live and small: packing beats padding by a wide margin, memory does not follow the
-batch, wrong requests are one line.
+"""The bench, run at small scale: packing beats padding by a wide margin, memory does not grow with
+the batch, and a wrong request gives one line.
 """
 
 import json
@@ -24,9 +24,7 @@ def quiet(text):
 
 
 def fastest(rows, side):
-    """Processor seconds of the fastest round: what other programs do on the machine counts least
-    there.
-    """
+    """Processor seconds of the fastest round, on which other programs have the least influence."""
     return min(row["cpu_seconds"] for row in rows if row["side"] == side)
 
 
@@ -39,7 +37,7 @@ def request_for():
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind,pairs,least", [("stage1", 32, 1.2), ("encode", 96, 1.4)])
 def test_packed_is_faster_than_padded(request_for, monkeypatch, kind, pairs, least):
-    monkeypatch.setattr(bench, "matmul_peak", lambda *_: 1e12)  # not what is asked here
+    monkeypatch.setattr(bench, "matmul_peak", lambda *_: 1e12)  # not tested here
     contest = bench.KINDS[kind](request_for(pairs))
     bench.check_exact(contest)
     rows = bench.take_turns(contest, rounds=4, say=quiet)
