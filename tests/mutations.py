@@ -61,14 +61,14 @@ def changed(fault: Fault, source: str) -> str:
     """
     times = source.count(fault.before)
     if times != 1 or "\n" in fault.before + fault.after:
-        raise ValueError(f"{fault.room}: {times} times (once is wanted): {fault.before}")
+        raise ValueError(f"{fault.room}: found {times} times instead of once: {fault.before}")
     faulty = source.replace(fault.before, fault.after)
     try:
         same = ast.dump(ast.parse(faulty)) == ast.dump(ast.parse(source))
     except SyntaxError as error:
         raise ValueError(f"{fault.room}: {fault.after}: {error}") from None
     if same:
-        raise ValueError(f"{fault.room}: it changes nothing: {fault.after}")
+        raise ValueError(f"{fault.room}: the fault changes nothing: {fault.after}")
     return faulty
 
 
@@ -88,7 +88,9 @@ def changed_notebook(fault: Fault, text: str) -> str:
         and fault.before in joined(cell["source"])
     ]
     if len(cells) != 1:
-        raise ValueError(f"{fault.room}: in {len(cells)} exported cells: {fault.before}")
+        raise ValueError(
+            f"{fault.room}: found in {len(cells)} exported cells instead of one: {fault.before}"
+        )
     cells[0]["source"] = changed(fault, joined(cells[0]["source"]))
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
@@ -261,25 +263,25 @@ def keep(faults: list[Fault], entry: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--only", default="", help="words in room, fault or test, such as loop|mining"
+        "--only", default="", help="words in the room, fault or test, such as loop|mining"
     )
-    parser.add_argument("--all", action="store_true", help="also those that have a result")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at the same time")
-    parser.add_argument("--limit", type=float, default=300, help="seconds a test may take")
+    parser.add_argument("--all", action="store_true", help="include faults that have a result")
+    parser.add_argument("--jobs", type=int, default=1, help="number of tests at the same time")
+    parser.add_argument("--limit", type=float, default=300, help="maximum seconds for a test")
     parser.add_argument(
-        "--trust", action="store_true", help="the suite is known to pass: only faults"
+        "--trust", action="store_true", help="do not run the tests without a fault first"
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     faults = read_faults()
     found = read_results()
     wanted = [
         fault
         for fault in faults
-        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in asked.only.split("|"))
-        and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
+        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in args.only.split("|"))
+        and (args.all or not counts(found.get(key_of(entry_of(fault))), fault))
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
-        lives = work(wanted, faults, Path(folder), asked)
+        lives = work(wanted, faults, Path(folder), args)
     print(f"{len(wanted)} faults, {len(lives)} live", *lives, sep="\n  ")
     return 1 if lives else 0
 
@@ -294,19 +296,19 @@ def workers(folder: Path, number: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(number, context, enter, (copies,))
 
 
-def work(wanted, faults, folder, asked) -> list[str]:
+def work(wanted, faults, folder, args) -> list[str]:
     """Runs every test without a fault, then every fault, and stores results as they come; returns
     the faults that survive.
     """
     commit = git("rev-parse", "--short=12", "HEAD")
     lives = []
-    with workers(folder, asked.jobs) as pool:
-        each = [] if asked.trust else [*{fault.test: fault for fault in wanted}.values()]
-        for fault, plain in zip(each, pool.map(run, each, [asked.limit] * len(each)), strict=True):
+    with workers(folder, args.jobs) as pool:
+        each = [] if args.trust else [*{fault.test: fault for fault in wanted}.values()]
+        for fault, plain in zip(each, pool.map(run, each, [args.limit] * len(each)), strict=True):
             print(f"{plain['seconds']:6.1f} s  {fault.test}", flush=True)
             if plain["killed_by"]:
                 raise SystemExit(f"{fault.test} fails without a fault: {plain['why']}")
-        outcomes = pool.map(run_faulty, wanted, [asked.limit] * len(wanted))
+        outcomes = pool.map(run_faulty, wanted, [args.limit] * len(wanted))
         for fault, outcome in zip(wanted, outcomes, strict=True):
             entry = entry_of(fault) | outcome
             entry |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}

@@ -160,7 +160,7 @@ def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
     exported = bool(directives & {"export", "exports", "exporti"})
     faults = []
     if mixes_imports(lines, exported):
-        faults.append("imports must stand alone in a cell")
+        faults.append("imports must be alone in a cell")
     if cell["outputs"] and not executed:
         faults.append("has committed outputs although it is not executed by the tests")
     return faults + [fault for output in cell["outputs"] for fault in lint_output(output, paths)]

@@ -124,15 +124,15 @@ def measure(folder, count, rounds):
 
 
 def main():
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("model", type=Path)
-    words.add_argument("out", type=Path)
-    words.add_argument("--texts", type=int, default=46)
-    words.add_argument("--rounds", type=int, default=3)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=46)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    record = measure(given.model, given.texts, given.rounds)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = measure(args.model, args.texts, args.rounds)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_bfloat16_is_compared_with_a_float32_padded_reference(request_for, kind)
     exact = differences["exact"]
     lower = differences["in dtype"]
     assert exact.keys() == lower.keys()
-    assert all(0 < lower[key] for key in lower), "bfloat16 rounds, so nothing is quite equal"
+    assert all(0 < lower[key] for key in lower), "bfloat16 rounds, so nothing is exactly equal"
     if kind == "stage1":
         assert exact["loss"] < lower["loss"] < 1e-2
 
@@ -73,7 +73,7 @@ def test_a_step_leaves_the_weights_as_they_are(request_for):
     second = engine.run(pairs)
     assert first == pytest.approx(second, rel=1e-6) and first["gradient norm"] > 0
     assert all(p.equal(before[name]) for name, p in engine.decoder.named_parameters())
-    assert engine.optimizer.state, "the optimizer must have worked, or the step is not a whole one"
+    assert engine.optimizer.state, "the optimizer must have run, or the step is not complete"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
@@ -87,7 +87,7 @@ def test_memory_does_not_follow_the_batch(request_for, kind):
         engine.run(pairs[:4])
         added[budget] = measure.memory_added(lambda: engine.run(pairs), CPU)
     if None in added.values():
-        pytest.skip("this system does not let a process set its high-water mark back")
+        pytest.skip("this system does not let a process reset its peak memory")
     assert added[2048] < added[10**9] / 2, added
 
 

@@ -317,7 +317,9 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
     first = evaluate(saved, **quick, say=lambda text: None)
     said = []
     monkeypatch.setattr(
-        benchmark, "load_model", lambda *_: pytest.fail("the model was loaded although all is done")
+        benchmark,
+        "load_model",
+        lambda *_: pytest.fail("the model was loaded although everything was done"),
     )
     assert evaluate(saved, **quick, say=said.append) == first and not said
     monkeypatch.undo()
@@ -551,7 +553,7 @@ def test_an_error_deletes_no_score(saved, quick, tmp_path):
     assert (folder / "queries.json").read_text() == kept["queries.json"] and not read_scores(
         folder
     )["errors"]
-    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {
+    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was run again")) == first | {
         "about": read_scores(folder)["about"]
     }
 

@@ -186,7 +186,7 @@ def test_a_run_is_the_same_with_and_without(bases, tmp_path, settings):
     )
     assert all(torch.equal(resumed[key], final["without"][key]) for key in resumed)
     assert json.loads(card.read_text())["gradients"] == kept, (
-        "a run that goes on keeps what was found at its start"
+        "a resumed run keeps what was measured at its start"
     )
 
 

@@ -155,8 +155,8 @@ def test_a_notebook_of_good_form_has_no_faults(notebook):
 @pytest.mark.parametrize(
     ("cell", "fault"),
     [
-        (code("import json\nx = 1"), "imports must stand alone"),
-        (code("def f():\n    import json\nf()"), "imports must stand alone"),
+        (code("import json\nx = 1"), "imports must be alone"),
+        (code("def f():\n    import json\nf()"), "imports must be alone"),
         (code("#| cuda\nf()", printed("1\n")), "although it is not executed"),
         (code("#| eval: false\nf()", printed("1\n")), "although it is not executed"),
         (code("f()", printed(f"in {Path('/home') / 'someone'}\n")), "a path of one machine"),

@@ -302,8 +302,6 @@ def test_report(base, adapter):
         assert all(
             len(one["samples"]) == 1 and len(one["next_tokens"]) == 2 for one in model["readings"]
         )
-    assert str(base) not in json.dumps(report), (
-        "a report names no folder of the machine it was made on"
-    )
+    assert str(base) not in json.dumps(report), "a report must not name a folder of the machine"
     with pytest.raises(InputError, match="no-such-model"):
         reading_report({"a": "no-such-model"}, PAIRS, 1)
