@@ -22,6 +22,26 @@ from notebook_checks import (
 
 NBS = ROOT / "nbs"
 
+# Notebooks whose execution is thorough: seconds on two cores without bfloat16, 2026-11-24. Their
+# form is always checked, and `pytest nbs/embed/50_mining.ipynb` executes one that it names.
+THOROUGH_NOTEBOOKS = {
+    "embed/30_reading": 17,
+    "embed/50_mining": 22,
+    "embed/60_corpus": 21,
+    "embed/67_index": 34,
+    "evaluate/30_tasks": 17,
+    "experiments/multi_gpu": 28,
+    "experiments/rivals": 31,
+    "guide/3_own_pairs": 18,
+    "model/55_loading": 26,
+    "objectives/30_contrasted_reconstruction": 29,
+    "serving": 19,
+    "study/60_tournament": 25,
+    "train/20_plan": 37,
+    "train/30_runs": 20,
+    "train/50_launch": 34,
+}
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("notebooks")
@@ -75,7 +95,20 @@ def pytest_collect_file(file_path: Path, parent):
 class NotebookFile(pytest.File):
     def collect(self):
         yield FormItem.from_parent(self, name="form")
-        yield ExecuteItem.from_parent(self, name="execute")
+        execution = ExecuteItem.from_parent(self, name="execute")
+        if self.room in THOROUGH_NOTEBOOKS and self.path not in named_paths(self.config):
+            execution.add_marker(pytest.mark.thorough)
+        yield execution
+
+    @property
+    def room(self) -> str:
+        return self.path.relative_to(NBS).with_suffix("").as_posix()
+
+
+def named_paths(config) -> set[Path]:
+    """The files that the command line names."""
+    folder = config.invocation_params.dir
+    return {(folder / word.split("::")[0]).resolve() for word in config.args}
 
 
 class NotebookFault(Exception):

@@ -268,6 +268,7 @@ def as_sentence_transformer(model, folder):
     return folder / "st"
 
 
+@pytest.mark.thorough
 def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_path):
     """Our packed encoding and padded batches, each through its own path into mteb, compared by
     their scores.
@@ -786,6 +787,7 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
     }
 
 
+@pytest.mark.thorough
 def test_importing_does_not_load_mteb():
     """Importing it takes seconds, so only an evaluation does it."""
     code = (

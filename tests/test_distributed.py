@@ -160,6 +160,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_rows_are_gathered_where_processes_hold_different_numbers(tmp_path):
     (tmp_path / "gather.py").write_text(GATHER)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -132,9 +132,10 @@ def alive(processes):
 
 
 @pytest.mark.parametrize(("code", "error", "words"), [
-    ("from anchor_embedding.common.errors import InputError; raise InputError('pairs.jsonl:3: "
-     "nothing there')", InputError,
-     ["pairs.jsonl:3: nothing there"]),
+    pytest.param("from anchor_embedding.common.errors import InputError; raise InputError("
+     "'pairs.jsonl:3: nothing there')", InputError,
+     ["pairs.jsonl:3: nothing there"],
+     marks=pytest.mark.thorough),
     pytest.param("raise ZeroDivisionError('in the third step')", WorkerError,
      ["rank 1 ended with exit code 1", "rank-1.log", "Traceback", "ZeroDivisionError: in the third "
                                                                   "step"],
@@ -176,6 +177,7 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
     """A second run in the same folder says which process has it; when that process is killed, the
     next run continues.

@@ -229,6 +229,7 @@ for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding
 """
 
 
+@pytest.mark.thorough
 def test_every_module_imports_without_what_it_may_not_need():
     """nbdev, fastcore and execnb are for development only; mteb, datasets and sentence-transformers
     load when they are used.

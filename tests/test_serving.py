@@ -127,6 +127,7 @@ def test_the_embedder_of_the_page_cuts_and_pads_as_ours(exported):
     assert least_cosine(OnnxEmbedder(folder, 1).encode(nasty), embedder.encode(nasty)) > 0.9999
 
 
+@pytest.mark.thorough
 def test_the_command_writes_it_in_bfloat16_models_too(tmp_path, capsys):
     embedder = make("qwen2")
     embedder.decoder.model.bfloat16()
@@ -142,6 +143,7 @@ def test_without_the_word_there_is_no_graph(tmp_path):
     assert not (export_embedder(make(), tmp_path / "model") / onnx.ONNX_FILE).exists()
 
 
+@pytest.mark.thorough
 def test_a_graph_that_is_not_the_model_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "_weights", lambda mask, pooling: mask / mask.sum(1, keepdim=True))
     with pytest.raises(InputError, match="the ONNX graph is not this model"):
