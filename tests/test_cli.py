@@ -353,7 +353,7 @@ def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys
         main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true"))
         == 0
     )
-    assert "goes on from step 2" in capsys.readouterr().err
+    assert "resumes from step 2" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
@@ -366,7 +366,7 @@ def test_a_run_goes_on_from_its_folder_alone(base, pairs, capsys, tmp_path):
         shutil.rmtree(run / "final")
         shutil.rmtree(run / "step-000003")
         assert main(["train", *again]) == 0
-        assert "goes on from step 2" in capsys.readouterr().err
+        assert "resumes from step 2" in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == whole
     refused = failure(capsys, "train", "stage2", "--resume", run)
     assert "takes the recipe of the run; leave out stage2" in refused
@@ -771,7 +771,7 @@ def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):
         assert f"\nwarmup_steps = {steps}\n" in capsys.readouterr().out
     assert main(["train", "stage1", *settings(base, pairs, "steps=20"), "--dry-run"]) == 0
     assert (
-        "steps = 20 in place of 2000, and the warm-up keeps its share: warmup_steps = 3 in place "
+        "steps = 20 instead of 2000, and the warm-up keeps its share: warmup_steps = 3 instead "
         "of 300" in capsys.readouterr().err
     )
     assert "would never fall" in failure(

@@ -120,4 +120,4 @@ def test_a_sweep_without_checkpoints_scores_the_result(place, tmp_path, capsys):
 def test_a_plan_says_what_it_rests_on(capsys):
     assert main(["plan", "stage2", "--set", "data=mined.jsonl"]) == 0
     line = capsys.readouterr().err.strip()
-    assert "Llama-3.2-1B-Instruct" in line and "nothing was taken from mined.jsonl" in line
+    assert "Llama-3.2-1B-Instruct" in line and "mined.jsonl was not measured" in line

@@ -354,7 +354,7 @@ def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
         and "the same command goes on from there" in said
         and "--resume" not in said
     ), said
-    assert driver(task)["code"] == 0 and "goes on from step 3" in (tmp_path / "log").read_text()
+    assert driver(task)["code"] == 0 and "resumes from step 3" in (tmp_path / "log").read_text()
 
 
 def test_second_interrupt_ends_at_once(prepare):

@@ -162,7 +162,7 @@ def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
 
 def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     monkeypatch.setattr(launching, "accelerators", lambda: 1)
-    with pytest.raises(InputError, match="nproc is 2, but there are 1 accelerators here"):
+    with pytest.raises(InputError, match="nproc is 2, but this process can use 1 accelerator;"):
         launch(recipe, 2, tmp_path / "run", say=quiet)
     monkeypatch.setattr(launching, "accelerators", lambda: 0)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -399,7 +399,7 @@ def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
         for process in agents:
             with suppress(psutil.NoSuchProcess):
                 kill_with_children(process)
-    assert "goes on from step" in logs[0].read_text()
+    assert "resumes from step" in logs[0].read_text()
     assert steps(tmp_path) == [*range(1, 31)]
     assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2
     straight = recipe.replace(steps=30)

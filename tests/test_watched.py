@@ -149,5 +149,5 @@ def test_what_is_too_long_for_a_ceiling_is_said(base, examples, tmp_path):
         progress=False,
         say=said.append,
     )
-    assert any("the gain has no ceiling beside it: " in line for line in said)
+    assert any("the gain is shown without its ceiling: " in line for line in said)
     assert "anchor_gain_q2d" in lines_and_card(tmp_path / "run")[0][0]

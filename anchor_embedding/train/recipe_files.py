@@ -34,7 +34,7 @@ from anchor_embedding.train.recipe import (
 
 # %% ../../nbs/train/15_recipe_files.ipynb #c5516dfe
 def _files(folder, prefix=""):
-    "(name, file) of every recipe in a folder of the package and below it."
+    "(name, file) of each recipe in a folder of the package and its subfolders."
     for entry in sorted(folder.iterdir(), key=lambda e: (e.is_dir(), e.name)):
         if entry.is_dir():
             yield from _files(entry, f"{prefix}{entry.name}/")
@@ -43,7 +43,7 @@ def _files(folder, prefix=""):
 
 
 def shipped_recipes() -> dict[str, str]:  # name → one-line description
-    "The recipes that come with the package; the general ones first, then those of every model."
+    "The recipes that come with the package: the general ones first, then those of each model."
     shipped = _files(files("anchor_embedding") / "recipes")
     return {
         name: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
@@ -51,7 +51,7 @@ def shipped_recipes() -> dict[str, str]:  # name → one-line description
     }
 
 
-def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a folder
+def recipe_table(prefix: str = "") -> str:  # one line each, with a heading for each folder
     "The shipped recipes whose name begins with `prefix`, for the terminal."
     lines = []
     last = ""
@@ -59,7 +59,8 @@ def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a fol
         folder, _, short = name.rpartition("/")
         if name.startswith(prefix):
             lines += ["", f"{folder}/"] if folder != last else []
-            lines.append("  " * bool(folder) + f"{short:{28 - 2 * bool(folder)}} {description}")
+            label = f"  {short}" if folder else short
+            lines.append(f"{label:28} {description}")
             last = folder
     if not lines:
         raise InputError(
@@ -69,7 +70,7 @@ def recipe_table(prefix: str = "") -> str:  # a line each, under a heading a fol
 
 # %% ../../nbs/train/15_recipe_files.ipynb #b835abce
 def _read(name_or_path, folder):
-    "(text, folder that its `extends` counts from) of a shipped name or of a file."
+    "(text, folder in which its `extends` is looked up) of a shipped name or of a file."
     path = Path(folder) / name_or_path
     shipped = dict(_files(files("anchor_embedding") / "recipes"))
     if str(name_or_path) in shipped:
@@ -96,7 +97,7 @@ def _read(name_or_path, folder):
 
 
 def _load(name_or_path, folder=Path(), chain=()):
-    "A recipe and what it extends; `chain` holds the names that led here."
+    "A recipe with what it extends; `chain` holds the names that led here."
     if str(name_or_path) in chain:
         raise InputError("`extends` goes in a circle: " + " → ".join([*chain, str(name_or_path)]))
     text, folder = _read(name_or_path, folder)
@@ -111,30 +112,30 @@ def load_recipe(
     overrides: Iterable[str] | Mapping = (),  # "key=value", see `parse_overrides`
     say: Callable[[str], None] | None = None,  # see `override`
 ) -> Recipe | Pipeline:
-    "A shipped recipe or one from a file, with overrides; InputError says what is wrong where."
+    "A shipped recipe or one from a file, with overrides. Raises `InputError`."
     return override(_load(name_or_path), overrides, say)
 
 # %% ../../nbs/train/15_recipe_files.ipynb #8a868d23
 def _properties(kind: type) -> dict:
-    "The JSON schema of each setting of a recipe's groups or of an objective."
-    kinds = {name: annotation for name, annotation in kinds_of(kind).items() if name != "objective"}
-    recipe = issubclass(kind, BaseModel)
-    usual = (
-        {name: f.default for name, f in kind.model_fields.items()} if recipe else settings_of(kind)
-    )
+    "setting → JSON schema, for the settings of a recipe's groups, an objective or an evaluation."
+    if issubclass(kind, BaseModel):
+        defaults = {name: f.default for name, f in kind.model_fields.items()}
+    else:
+        defaults = settings_of(kind)
     model = create_model(
-        "Settings", **{name: (annotation, usual[name]) for name, annotation in kinds.items()}
+        "Settings",
+        **{name: (annotation, defaults[name]) for name, annotation in kinds_of(kind).items()},
     )
-    made = model.model_json_schema()["properties"]
-    return {
-        name: {key: value for key, value in entry.items() if key != "title"}
-        for name, entry in made.items()
-    }
+    properties = model.model_json_schema()["properties"]
+    properties.pop("objective", None)
+    for entry in properties.values():
+        entry.pop("title", None)
+    return properties
 
 
 def recipe_schema() -> dict:
-    """A JSON schema of the TOML files of recipes: of one stage with each objective of this package,
-    and of pipelines.
+    """A JSON schema of recipe files: of one stage with any objective of this package, and of
+    pipelines.
     """
     shared = _properties(Recipe) | {"extends": {"type": "string"}}
     stages = []
@@ -143,39 +144,35 @@ def recipe_schema() -> dict:
         stages.append(
             {"properties": {**shared, **own}, "required": ["name"], "additionalProperties": False}
         )
-    tables = {"type": "object", "additionalProperties": {"type": "object"}}
-    evaluation = {"properties": _properties(EvaluationPlan), "additionalProperties": False}
-    arms = {
-        "type": "object",
-        "additionalProperties": {"type": "array", "items": {"type": "string"}},
+    names = {"type": "array", "items": {"type": "string"}}
+    pipeline = {
+        "properties": {
+            "name": {"type": "string"},
+            "description": {"type": "string"},
+            "shared": {"type": "object"},
+            "stages": {"type": "object", "additionalProperties": {"type": "object"}},
+            "arms": {"type": "object", "additionalProperties": names},
+            "evaluation": {
+                "properties": _properties(EvaluationPlan),
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "stages", "arms"],
+        "additionalProperties": False,
     }
-    parts = {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "shared": {"type": "object"},
-    }
-    pipeline = parts | {"stages": tables, "arms": arms, "evaluation": evaluation}
-    stages.append(
-        {
-            "properties": pipeline,
-            "required": ["name", "stages", "arms"],
-            "additionalProperties": False,
-        }
-    )
-    draft = "https://json-schema.org/draft/2020-12/schema"
     return {
-        "$schema": draft,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A recipe of anchor_embedding",
         "type": "object",
-        "anyOf": stages,
+        "anyOf": [*stages, pipeline],
     }
 
 # %% ../../nbs/train/15_recipe_files.ipynb #93817916
 def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)
-    "Where a recipe departs from its objective's paper; nothing for an objective that has none."
+    "The settings that differ from the objective's paper; empty for an objective without a paper."
     if not recipe.objective.paper:
         return {}
-    apart = {"base", "data", *RunSettings.model_fields}
+    ignored = {"base", "data", *RunSettings.model_fields}
     differences = recipe.differences(load_recipe(recipe.objective.paper))
-    departures = {key: pair for key, pair in differences.items() if key not in apart}
-    return departures | recipe.objective.departures(recipe)
+    kept = {key: pair for key, pair in differences.items() if key not in ignored}
+    return kept | recipe.objective.departures(recipe)
