@@ -1,9 +1,8 @@
-"""Tests: every notebook below `nbs/` is two items (its form, and its execution with a comparison of its outputs).
+"""Tests: every notebook in `nbs/` gives two items: its form, and its execution with a comparison of its outputs.
 
-`pytest nbs/data/10_examples.ipynb` runs one notebook, `-k` selects by name, `--thorough` adds what CI runs besides (many
-processes, killed ones, a browser on every page), `--run-slow` also what is marked slow,
-`-n 0` runs everything in one process instead of one for each core (four at most), `--without-bfloat16`
-is a processor without bfloat16 products.
+`pytest nbs/data/10_examples.ipynb` runs one notebook and `-k` selects by name. `--thorough` adds what CI also runs (many
+processes, killed ones, a browser on every page); `--run-slow` adds what is marked slow. `-n 0` runs everything in one
+process instead of one per core (four at most). `--without-bfloat16` simulates a processor without bfloat16 products.
 """
 
 import os
@@ -29,23 +28,23 @@ def pytest_addoption(parser):
     group.addoption(
         "--thorough",
         action="store_true",
-        help="also run tests marked thorough, as CI does",
+        help="also run the tests marked thorough, as CI does",
     )
     group.addoption(
         "--run-slow",
         action="store_true",
-        help="also run tests marked thorough or slow, and cells flagged `#| slow`",
+        help="also run the tests marked thorough or slow, and the cells flagged `#| slow`",
     )
     group.addoption(
         "--without-bfloat16",
         action="store_true",
-        help="as on a processor without bfloat16 products",
+        help="run as on a processor without bfloat16 products",
     )
     group.addoption(
         "--notebook-timeout",
         type=float,
         default=None,
-        help="seconds a notebook may take (300; slow 3600)",
+        help="seconds that a notebook may take (default: 300, or 3600 with --run-slow)",
     )
 
 
@@ -58,7 +57,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: minutes long; runs with --run-slow")
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     if not find_notebooks(NBS):
-        raise pytest.UsageError(f"no notebook was found below {NBS}")
+        raise pytest.UsageError(f"no notebook was found in {NBS}")
     scratch = tempfile.TemporaryDirectory(prefix="anchor-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
     set_environment(Path(scratch.name))
@@ -80,7 +79,7 @@ class NotebookFile(pytest.File):
 
 
 class NotebookFault(Exception):
-    """What is wrong with a notebook, ready to be shown."""
+    """The faults of a notebook, as text."""
 
 
 class NotebookItem(pytest.Item):
@@ -96,7 +95,7 @@ class NotebookItem(pytest.Item):
 
 
 class FormItem(NotebookItem):
-    """Imports alone, short exported cells, a title, small outputs without paths of a machine."""
+    """Imports in their own cells, short exported cells, a title, small outputs without local paths."""
 
     def runtest(self):
         faults = lint(self.path, pictures=4 if self.path.parent.name == "experiments" else 1)
@@ -105,7 +104,7 @@ class FormItem(NotebookItem):
 
 
 class ExecuteItem(NotebookItem):
-    """A copy is executed; every output must equal the committed one."""
+    """Executes a copy; every output must equal the committed one."""
 
     def runtest(self):
         option = self.config.option

@@ -1,10 +1,10 @@
-"""How fast a corpus is encoded, and in how much memory, beside sentence-transformers' pool of processes.
+"""Measures the speed and memory of encoding a corpus, compared with sentence-transformers' pool of processes.
 
 python .ci/encode_throughput.py RESULT.json CASE…    with CASE = MODEL:TEXTS or MODEL:TEXTS:SIDE
 
-MODEL is tiny (a random model of 32 dimensions) or smollm2, SIDE ours or theirs (both if there is
-none). Each side is two processes of OMP_NUM_THREADS threads that go from one JSONL file to vectors
-on disk. What is in RESULT.json already stays, so that a long run can be made in parts."""
+MODEL is tiny (a random model of 32 dimensions) or smollm2; SIDE is ours or theirs (default: both).
+Each side has two processes with OMP_NUM_THREADS threads and goes from one JSONL file to vectors on
+disk. Results are added to those already in RESULT.json, so a long run can be split into parts."""
 
 import json
 import os
@@ -34,9 +34,9 @@ from anchor_embedding.study.workload import drawn_lengths, plain_words
 PROCESSES = 2
 DTYPES = {"tiny": "float32", "smollm2": "bfloat16"}
 LENGTHS = (16, 0.5)  # mean tokens, standard deviation of their logarithm
-# the peer gets the fastest of these
+# batch sizes; the peer gets the fastest
 BATCHES = {"tiny": (32, 128, 512), "smollm2": (8, 32, 128)}
-SAMPLE = {"tiny": 4000, "smollm2": 512}  # texts that the peer's batch is chosen with
+SAMPLE = {"tiny": 4000, "smollm2": 512}  # number of texts for choosing the peer's batch size
 PACKAGES = ("anchor_embedding", "python", "torch", "transformers", "sentence-transformers")
 
 
@@ -49,7 +49,7 @@ def status_bytes(pid: int, key: str) -> int:
 
 
 def begin_peak(pid: int) -> int:
-    """The memory that a process holds now; its peak counts from here."""
+    """The present memory of a process; its peak is measured from here on."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return status_bytes(pid, "VmRSS")
 
@@ -62,7 +62,7 @@ def peak_added(pid: int, start: int) -> int:
 
 
 def make_model(name: str, home: Path) -> Embedder:
-    """The model as both sides load it: `anchor` is ours, `export` is theirs."""
+    """Writes the model as each side loads it: `anchor` for ours, `export` for theirs."""
     if name == "tiny":
         decoder = CausalDecoder(tiny_model())
         model = Embedder(decoder, TextTokenizer(tiny_tokenizer("smollm2")))
@@ -74,7 +74,7 @@ def make_model(name: str, home: Path) -> Embedder:
 
 
 def write_texts(path: Path, tokenizer, count: int) -> int:
-    """Random words, a token each; returns how many."""
+    """Writes texts of random one-token words; returns the total number of words."""
     generator = np.random.default_rng(0)
     words = plain_words(tokenizer)
     lengths = drawn_lengths(generator, count, *LENGTHS)
@@ -100,7 +100,7 @@ def read_texts(path: Path) -> tuple[list[str], list[str]]:
 
 
 def our_settings(count: int) -> CorpusSettings:
-    """The default, in so many shards that each process has one."""
+    """The default settings, with shards small enough that each process has one."""
     return CorpusSettings(
         columns=(), shard_size=min(CorpusSettings().shard_size, -(-count // PROCESSES))
     )
@@ -124,7 +124,7 @@ def our_process(rank: int, home: Path, dtype: str, count: int, ready, answers) -
 
 
 def ours(home: Path, name: str, count: int) -> dict:
-    """Two processes that share the shards, as `anchor encode --nproc 2` starts them."""
+    """Two processes that divide the shards, as `anchor encode --nproc 2` starts them."""
     context = get_context("spawn")
     ready = context.Barrier(PROCESSES + 1)
     answers = context.Queue()
@@ -188,16 +188,16 @@ def theirs(home: Path, name: str, count: int) -> dict:
     answers = context.Queue()
     worker = context.Process(target=their_process, args=(home, name, answers))
     worker.start()
-    made = answers.get()
+    answer = answers.get()
     worker.join()
-    return made
+    return answer
 
 
 SIDES = {"ours": ours, "theirs": theirs}
 
 
 def smallest_cosine(home: Path) -> float | None:
-    """Of the two sides' vectors of the first shard; None unless both are there."""
+    """The smallest cosine between the sides' vectors of the first shard; None if one is missing."""
     if not (home / "ours").exists() or not (home / "theirs.parquet").exists():
         return None
     _, one = next(Corpus(home / "ours").blocks())
@@ -230,17 +230,17 @@ def about(name: str) -> dict:
     }
 
 
-def figures(made: dict, count: int) -> dict:
-    memory = made["memory"]
+def figures(result: dict, count: int) -> dict:
+    memory = result["memory"]
     return {
         "texts": count,
-        "seconds": round(made["seconds"], 2),
-        "texts_a_second": round(count / made["seconds"], 1),
-        # the peak above what a process with the loaded model holds
+        "seconds": round(result["seconds"], 2),
+        "texts_a_second": round(count / result["seconds"], 1),
+        # the peak above the memory of a process with the loaded model
         "added_bytes_of_largest_process": max(added for _, added in memory),
         "added_bytes_of_all_processes": sum(added for _, added in memory),
         "bytes_with_model": [start for start, _ in memory],
-        "settings": made["settings"],
+        "settings": result["settings"],
     }
 
 

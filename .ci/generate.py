@@ -1,6 +1,6 @@
-"""Writes what follows from the notebooks: README.md (which is nbs/index.ipynb) and the sidebar's list in _quarto.yml.
+"""Generates README.md from nbs/index.ipynb, and the sidebar's list in _quarto.yml from the files in nbs/.
 
-`--check` writes nothing and fails when one of them is out of date."""
+`--check` writes nothing and fails if one of them is out of date."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def text(lines) -> str:
 
 
 def from_root(markdown: str) -> str:
-    """Links and pictures that are relative to nbs/, made relative to the project's folder."""
+    """Makes links and pictures that are relative to nbs/ relative to the project's folder."""
     return re.sub(
         r"(\]\(|src=\")(?!https?:|#|mailto:|/)(\.\./)?",
         lambda m: m[1] + ("" if m[2] else "nbs/"),
@@ -36,7 +36,7 @@ def from_root(markdown: str) -> str:
 
 
 def shown(cell: dict) -> list[str]:
-    """What a reader sees of a cell: its text, or its code and the text it printed."""
+    """The parts of a cell that a reader sees: its text, or its code and output."""
     source = text(cell["source"])
     if cell["cell_type"] == "markdown":
         return [from_root(source)]
@@ -50,7 +50,7 @@ def shown(cell: dict) -> list[str]:
 
 
 def output(out: dict) -> str:
-    """A printed or displayed text; Markdown as it is."""
+    """A printed or displayed text; Markdown stays as it is."""
     data = out.get("data", {})
     if "text/markdown" in data:
         return from_root(text(data["text/markdown"]))
@@ -68,8 +68,8 @@ def readme(notebook: Path) -> str:
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, the guide, other pages, the wings, the experiments; a
-    folder's own index comes first in it.
+    """The sidebar's contents: the index, the guide, other pages, the wings, the experiments; each
+    folder's own index comes first.
     """
     pages = sorted(folder.glob("[a-z]*.ipynb"))
     pages.remove(folder / "index.ipynb")

@@ -1,6 +1,6 @@
-"""How dense the code is, and how much of it hangs together: a few counts of the modules, as JSON.
+"""Counts that show how dense the code is and how much of it is coupled, as JSON.
 
-python .ci/measure.py [FOLDER]    of the package in this checkout, or in another one"""
+python .ci/measure.py [FOLDER]    counts the package of this checkout, or of the one in FOLDER"""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "anchor_embedding"
 LEFT_OUT = {"_modidx"}  # written by nbdev, not by us
-# the module of the training loop and the one that prepares a run for it; once they were one
+# the module of the training loop and the one that prepares a run; older versions have only one
 LOOP = ("training", "train.loop")
 STAGE = ("training", "train.stage", "train.loop")
 
@@ -34,7 +34,7 @@ def functions(tree: ast.AST) -> list[ast.AST]:
 
 
 def density(node: ast.AST, lines: list[str]) -> float:
-    """Syntax nodes on a line of a function that is not blank."""
+    """Syntax nodes per non-blank line of a function."""
     own = [line for line in lines[node.lineno - 1 : node.end_lineno] if line.strip()]
     return sum(1 for _ in ast.walk(node)) / len(own)
 
@@ -49,7 +49,7 @@ def packed(node: ast.AST) -> bool:
 
 
 def imported(name: str, tree: ast.AST, known: set[str]) -> set[str]:
-    """The modules of the package that a module imports, inside functions too."""
+    """The modules of the package that a module imports, including imports inside functions."""
     parts = name.split(".")
     found = set()
     for node in ast.walk(tree):
@@ -70,7 +70,7 @@ def imported(name: str, tree: ast.AST, known: set[str]) -> set[str]:
 
 
 def reached(start: str, imports: dict[str, set[str]]) -> set[str]:
-    """A module and everything that it imports, directly or not."""
+    """A module and everything that it imports, directly or indirectly."""
     found = set()
     waiting = [start]
     while waiting:
@@ -100,7 +100,7 @@ def measure(folder: Path) -> dict:
     lengths = [node.end_lineno - node.lineno + 1 for node, _ in every]
     imports = {name: imported(name, tree, set(trees)) for name, tree in trees.items()}
 
-    def behind(names):
+    def imported_by(names):
         start = next(name for name in names if name in trees)
         others = reached(start, imports) - {start}
         return {
@@ -123,8 +123,8 @@ def measure(folder: Path) -> dict:
         "lambdas": sum(isinstance(node, ast.Lambda) for node in nodes),
         "packed assignments": sum(map(packed, nodes)),
         "functions, median and longest": [statistics.median(lengths), max(lengths)],
-        "imported by the training loop": behind(LOOP),
-        "imported by a training run": behind(STAGE),
+        "imported by the training loop": imported_by(LOOP),
+        "imported by a training run": imported_by(STAGE),
     }
 
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the method: `python docs/pictures.py` writes nbs/images/{reconstruction,contrastive,refinement}.svg.
 
-Plain SVG on a panel of its own, so that they read the same on a light and on a dark page. Colours are those of the plots
-(`report.COLOURS`): blue for queries, green for documents, vermilion for vectors.
+Plain SVG on a white panel, so that the pictures look the same on a light and on a dark page. The colours are those of the
+plots (`figures.COLOURS`): blue for queries, green for documents, vermilion for vectors.
 """
 
 from html import escape
@@ -31,7 +31,7 @@ class Picture:
     def text(
         self, x, y, words, size=14, colour=INK, anchor="start", weight="normal", style="normal"
     ):
-        """A line of text; `a_b` is written with b as an index."""
+        """A line of text; `a_b` is written with b as a subscript."""
         words, _, index = words.partition("_")
         below = (
             f'<tspan font-size="{size * 0.72:.0f}" dy="4">{escape(index)}</tspan>' if index else ""
@@ -60,13 +60,13 @@ class Picture:
         )
 
     def row(self, x, y, words: str, colours, step=54):
-        """Tokens side by side; the x of each."""
+        """Draws tokens side by side; returns the x of each."""
         for index, (word, colour) in enumerate(zip(words.split(), colours, strict=True)):
             self.token(x + step * index, y, word, colour)
         return [x + step * index + 23 for index in range(len(words.split()))]
 
     def arrow(self, *points, colour=GREY, width=1.6):
-        """A line through (x, y) points with a head at its end."""
+        """A line through (x, y) points with an arrowhead at its end."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.parts.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
@@ -114,7 +114,7 @@ def reconstruction() -> Picture:
     d = DOCUMENT
     e = VECTOR
     p.text(28, 40, "Encode", 18, weight="bold")
-    p.text(112, 40, "every text of the batch in one row, apart from each other", 14, "#444444")
+    p.text(112, 40, "all texts of the batch in one row, kept apart by attention", 14, "#444444")
     top = p.row(40, 170, "q_1 q_2 EOS", (q, q, GREY)) + p.row(
         226, 170, "d_1 d_2 d_3 EOS", (d, d, d, GREY)
     )
@@ -126,7 +126,7 @@ def reconstruction() -> Picture:
         p.arrow((x, 107), (x, 89), colour=e, width=2.2)
         p.text(x + 32, 76, f"anchor of the {'query' if colour == q else 'document'}", 12, "#8a3c00")
     p.text(28, 250, "Decode", 18, weight="bold")
-    p.text(112, 250, "each anchor in the slot in front of the other text", 14, "#444444")
+    p.text(112, 250, "each anchor in the slot before the other text", 14, "#444444")
     low = p.row(40, 384, "e_Q d_1 d_2", (e, d, d)) + p.row(226, 384, "e_D q_1", (e, q))
     out = [
         *zip(low[:3], ("d_1", "d_2", "d_3"), (d, d, d), strict=True),
@@ -145,7 +145,7 @@ def reconstruction() -> Picture:
     p.text(x + 58, 316, "the query, from the document's anchor", 14)
     p.text(x, 362, "L = α · L(Q2D) + (1 − α) · L(D2Q),  α = 0.2", 15, weight="bold")
     p.text(x, 392, "The gradient flows through the anchors into", 14, "#444444")
-    p.text(x, 411, "the encode pass; all parameters learn.", 14, "#444444")
+    p.text(x, 411, "the encode pass; all parameters are trained.", 14, "#444444")
     return p
 
 
@@ -200,9 +200,9 @@ def contrastive() -> Picture:
     for line, words in enumerate(
         (
             "cross-entropy of each row,",
-            "the own positive is right",
+            "the query's own positive is right",
             "",
-            "LoRA learns, the base is frozen",
+            "LoRA is trained, the base is frozen",
             "τ = 0.05",
         )
     ):
@@ -211,14 +211,14 @@ def contrastive() -> Picture:
 
 
 def refinement() -> Picture:
-    """K soft tokens behind a text, and the loss at each of them."""
+    """K soft tokens after a text, and the loss at each of them."""
     p = Picture(
         1000,
         400,
-        "GIRCSE: soft tokens behind a text",
+        "GIRCSE: soft tokens after a text",
         "The state at the text's end becomes a distribution over the vocabulary; the mean of all "
         "input embeddings under it is "
-        "the first soft token, the next input. Its state makes the second, and so on. The vector "
+        "the first soft token, the next input. Its state gives the second, and so on. The vector "
         "after k steps is the mean of "
         "the states at the first k soft tokens, and each has a contrastive loss.",
     )
@@ -253,7 +253,7 @@ def refinement() -> Picture:
     p.box(40, 282, 632, 36, "decoder LLM, with a cache that gradients pass through")
     x = 706
     p.text(x, 88, "a contrastive loss after each step,", 14)
-    p.text(x, 107, "and a penalty where a step is worse", 14)
+    p.text(x, 107, "and a penalty if a step is worse", 14)
     p.text(x, 154, "mean of the states so far:", 14)
     p.text(x, 173, "the vector after k steps", 14)
     p.text(x, 232, "state → softmax over the vocabulary", 14, OTHER)

@@ -1,9 +1,9 @@
 """Renders the site that `_quarto.yml` describes, without Quarto: `python docs/render.py`, then `python -m http.server -d _docs`.
 
-Each page of the sidebar becomes one Markdown file: text, shown code, committed outputs, and for a module the signatures of
-what it exports. MkDocs with the Material theme makes the site of them (navigation, search, light and dark, all assets
-local); the same Markdown stays beside each page as `PAGE.html.md` and is listed in `llms.txt`. Nothing is executed.
-A key of `_quarto.yml` that this file does not know ends the build.
+Each page of the sidebar becomes one Markdown file: text, visible code, committed outputs and, for a module, the signatures
+of what it exports. MkDocs with the Material theme turns them into the site (navigation, search, light and dark, all assets
+local). The Markdown itself is kept beside each page as `PAGE.html.md` and listed in `llms.txt`. Nothing is executed.
+A key of `_quarto.yml` that this file does not know stops the build.
 """
 
 import argparse
@@ -44,24 +44,24 @@ KNOWN = {
 
 
 class ConfigurationError(Exception):
-    """`_quarto.yml` asks for something that is not rendered here."""
+    """`_quarto.yml` asks for something that this renderer does not support."""
 
 
 # ---- _quarto.yml
 
 
 def check(found, known, name: str = "") -> None:
-    """Refuses what `KNOWN` does not list, with the name of the key."""
+    """Raises ConfigurationError with the name of a key or value that `KNOWN` does not list."""
     if isinstance(known, dict):
         if not isinstance(found, dict):
             raise ConfigurationError(
-                f"_quarto.yml: {name or 'the file'} must hold keys, not {found!r}."
+                f"_quarto.yml: {name or 'the file'} must be a mapping, not {found!r}."
             )
         for key, value in found.items():
             path = f"{name}.{key}" if name else str(key)
             if key not in known:
                 raise ConfigurationError(
-                    f"_quarto.yml: the key {path} is not known to docs/render.py."
+                    f"_quarto.yml: docs/render.py does not know the key {path}."
                 )
             check(value, known[key], path)
     elif isinstance(known, tuple) and found not in known:
@@ -74,7 +74,7 @@ def check(found, known, name: str = "") -> None:
 
 
 def merge(first: dict, second: dict) -> dict:
-    """The second's values over the first's, key by key."""
+    """Both dictionaries, key by key; values of `second` replace those of `first`."""
     both = {
         key: merge(first[key], second[key])
         for key in first.keys() & second.keys()
@@ -84,7 +84,7 @@ def merge(first: dict, second: dict) -> dict:
 
 
 def read_configuration(root: Path) -> dict:
-    """`_quarto.yml` over the files that it names in metadata-files."""
+    """`_quarto.yml`, merged over the files that its metadata-files name."""
     own = yaml.safe_load((root / "_quarto.yml").read_text("utf-8"))
     check(own, KNOWN)
     config = {}
@@ -95,13 +95,13 @@ def read_configuration(root: Path) -> dict:
 
 
 def sections(contents: list) -> list[tuple[str, list[str]]]:
-    """(section, its pages) of a sidebar; pages outside a section have the empty one."""
+    """(section, its pages) for each entry of a sidebar; the section of a single page is empty."""
     groups = []
     for entry in contents:
         if isinstance(entry, str):
             entry = {"section": "", "contents": [entry]}
-        whole = isinstance(entry, dict) and entry.keys() == {"section", "contents"}
-        if not whole or not all(str(name).endswith(".ipynb") for name in entry["contents"]):
+        complete = isinstance(entry, dict) and entry.keys() == {"section", "contents"}
+        if not complete or not all(str(name).endswith(".ipynb") for name in entry["contents"]):
             raise ConfigurationError(
                 "_quarto.yml: website.sidebar.contents must list notebooks and sections of "
                 f"notebooks, not {entry!r}."
@@ -118,13 +118,13 @@ def text(lines) -> str:
 
 
 def fenced(code: str, language: str) -> str:
-    """A code block whose fence is longer than any inside it."""
+    """A code block, with a fence longer than any inside it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", code)), default=0))
     return f"{fence}{language}\n{code.strip()}\n{fence}"
 
 
 def relinked(markdown: str, page_of: dict[str, str], suffix: str) -> str:
-    """Links to notebooks, or to MODULE.html as nbdev names a module's page, as links to pages."""
+    """Turns links to notebooks, and to MODULE.html as nbdev writes them, into links to pages."""
     markdown = re.sub(
         r"\]\(([\w.]+)\.html(?=[)#])", lambda m: f"]({page_of.get(m[1], m[1])}.ipynb", markdown
     )
@@ -137,8 +137,7 @@ class Page:
     def __init__(self, notebook: Path, name: str):
         if not notebook.is_file():
             raise ConfigurationError(
-                f"_quarto.yml: website.sidebar.contents names {name}.ipynb, and there is no such "
-                "notebook."
+                f"_quarto.yml: website.sidebar.contents names {name}.ipynb, which does not exist."
             )
         self.name = name
         self.pictures = {}
@@ -157,7 +156,7 @@ class Page:
         )
 
     def shown(self, cell: dict) -> list[str]:
-        """What a reader sees of a cell."""
+        """The parts of a cell that a reader sees."""
         source = text(cell["source"])
         if cell["cell_type"] == "markdown":
             self.heading = (re.findall(r"(?m)^#+ +(.+)", source) or [self.heading])[-1]
@@ -171,7 +170,7 @@ class Page:
         return [*([] if hidden else [fenced(code, "python")]), *map(self.output, cell["outputs"])]
 
     def output(self, out: dict) -> str:
-        """An output in the best of its forms."""
+        """An output, in the richest form that it has."""
         data = {
             kind: text(value)
             for kind, value in out.get("data", {"text/plain": out.get("text", "")}).items()
@@ -195,8 +194,8 @@ class Page:
 
 
 def reference(module: str) -> tuple[str, list[str]]:
-    """Markdown with signature, parameter comments and docstring of all that a module exports, and
-    the names.
+    """Markdown with the signature, parameter comments and docstring of everything that a module
+    exports, and the names.
     """
     from nbdev.showdoc import MarkdownRenderer, show_doc
 
@@ -218,7 +217,7 @@ def reference(module: str) -> tuple[str, list[str]]:
 
 
 def overview(pages: list[Page], names: dict[str, list[str]]) -> str:
-    """One table with all modules and what they export."""
+    """A table of all modules and what they export."""
     lines = [
         "# API",
         "",
@@ -239,7 +238,7 @@ def overview(pages: list[Page], names: dict[str, list[str]]) -> str:
 
 
 def on_page_content(content: str, **_) -> str:
-    """Called by MkDocs for each page: equations as MathML."""
+    """Turns equations into MathML; MkDocs calls this for each page."""
     from latex2mathml.converter import convert
 
     def mathml(match: re.Match) -> str:
@@ -321,9 +320,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 
 
 def llms(config: dict, groups: list, pages: dict[str, Page]) -> str:
-    """The index for language models (llmstxt.org): every page's Markdown with a line on what it is
-    about.
-    """
+    """The index for language models (llmstxt.org): each page's Markdown and its description."""
     lines = [
         f"# {config['website']['title']}",
         "",
@@ -337,7 +334,7 @@ def llms(config: dict, groups: list, pages: dict[str, Page]) -> str:
 
 
 def render(root: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Builds the site; the folder it lies in, and its number of pages."""
+    """Builds the site; returns its folder and its number of pages."""
     config = read_configuration(root)
     out = out or root / config["project"].get("output-dir", "_docs")
     groups = [
@@ -384,7 +381,7 @@ def render(root: Path, out: Path | None = None) -> tuple[Path, int]:
 
 
 def build(config: dict, folder: Path) -> None:
-    """MkDocs on a configuration; every warning of it, such as a dead link, is an error."""
+    """Runs MkDocs on a configuration; every warning, such as a dead link, is an error."""
     from mkdocs.commands.build import build as make
     from mkdocs.config import load_config
     from pymdownx.slugs import slugify
@@ -400,12 +397,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Render the site that _quarto.yml describes, without Quarto."
     )
-    sys.path.insert(0, str(ROOT))  # the modules beside these notebooks, whatever is installed
+    sys.path.insert(0, str(ROOT))  # use the modules of this checkout, not an installed package
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     parser.add_argument(
         "--out",
         type=Path,
-        help="the folder to write, project.output-dir of _quarto.yml unless given",
+        help="the folder to write (default: project.output-dir of _quarto.yml)",
     )
     try:
         out, count = render(ROOT, parser.parse_args().out)

@@ -1,4 +1,4 @@
-"""What several tests need."""
+"""Fixtures that several tests use."""
 
 import json
 
@@ -33,5 +33,5 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def examples(pairs):
-    """The same pairs, read."""
+    """The same pairs as examples."""
     return list(read_examples(pairs))

@@ -1,4 +1,4 @@
-"""One process of a group: trains every task of a list and leaves gradients, weights and losses.
+"""One process of a group: trains every task of a list and writes gradients, weights and losses.
 Started by test_distributed.py.
 """
 
@@ -22,7 +22,9 @@ def silent(text):
 
 
 def gradients_and_weights(recipe, out: Path, pairs):
-    """Gradients of the first global batch, then weights and losses after a few steps, by rank."""
+    """Gradients of the first global batch, then weights and losses after a few steps, for each
+    rank.
+    """
     run = open_run(recipe, out, pairs, say=silent)
     trained = {name: p for name, p in run.decoder.named_parameters() if p.requires_grad}
     run.objective.step(run.model, run.data.batch(0, run.rank, run.world), run.accelerator)
@@ -38,9 +40,7 @@ def gradients_and_weights(recipe, out: Path, pairs):
 
 
 def some_figures(embedder):
-    """An evaluation that uses the model: 11 texts, of which each of several processes encodes its
-    share.
-    """
+    """An evaluation that uses the model: 11 texts, divided among the processes."""
     texts = [f"one text {'and more ' * n}" for n in range(11)]
     counts = []
     hook = embedder.decoder.register_forward_pre_hook(

@@ -1,8 +1,9 @@
-"""Bad inputs for every command, grown from small generators.
+"""Bad inputs for every command, from small generators.
 
 `python tests/fuzz_inputs.py` runs all of them and writes `tests/fuzz.json`: how many there are by
-command and kind, and which of them are faults. A bad input is met well when the exit code is 2, one
-line says what is wrong, and nothing was written or changed. `tests/test_fuzz.py` runs a sample.
+command and kind, and which of them show a fault. The answer to a bad input is right if the exit
+code is 2, one line says what is wrong, and nothing was written or changed. `tests/test_fuzz.py`
+runs a sample.
 """
 
 import contextlib
@@ -38,12 +39,12 @@ WORDS = PROSE.split()
 
 @dataclass(frozen=True)
 class Case:
-    """A bad input: a command line, and what is done to the good files before it."""
+    """A bad input: a command line, and what is done to the good files before it runs."""
 
     command: str
     kind: str
     name: str
-    words: tuple[str, ...]  # {} in them is the folder of the good files
+    words: tuple[str, ...]  # {} stands for the folder of the good files
     damage: Callable[[Path], None] | None = None
 
     @property
@@ -51,7 +52,7 @@ class Case:
         return f"{self.command} · {self.kind} · {self.name}"
 
 
-# ---- the command lines: all argument names are here
+# ---- the command lines, with all argument names
 
 SMALL = "batch_size=8 max_length=40 steps=2 dtype=float32 warmup_steps=0".split()
 SETTINGS = ("--set", "base={}/base", *SMALL)
@@ -111,7 +112,7 @@ def altered(command: str, **values: str) -> tuple[str, ...]:
 
 
 def moved(command: str, old: str, new: str) -> tuple[str, ...]:
-    """A good command line with another path in the place of one."""
+    """A good command line with one path replaced."""
     assert old in GOOD[command], (command, old)
     return tuple(new if word == old else word for word in GOOD[command])
 
@@ -120,7 +121,7 @@ def moved(command: str, old: str, new: str) -> tuple[str, ...]:
 
 
 def make_good(folder: Path) -> None:
-    """What every command wants: a base model, pairs, a run, vectors, tasks and scores."""
+    """What every command needs: a base model, pairs, a run, vectors, tasks and scores."""
     model = tiny_model("llama")
     model.save_pretrained(folder / "base")
     tiny_tokenizer("smollm2").save_pretrained(folder / "base")
@@ -168,15 +169,15 @@ class Met:
     errors: str
 
 
-SECONDS = 60  # that a bad input may take
+SECONDS = 60  # the maximum for a bad input
 
 
 def _too_long(*_):
-    raise TimeoutError(f"it goes on after {SECONDS} seconds")
+    raise TimeoutError(f"it still runs after {SECONDS} seconds")
 
 
 def run(words: tuple[str, ...], folder: Path) -> Met:
-    """A command in this process."""
+    """Runs a command in this process."""
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(SECONDS)
     words = [word.replace("{}", str(folder)) for word in words]
@@ -195,7 +196,7 @@ def run(words: tuple[str, ...], folder: Path) -> Met:
 
 
 def state(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with a digest of its content."""
+    """Every path in a folder, with a digest of its content."""
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = "link" if path.is_symlink() else "file" if path.is_file() else "other"
@@ -205,7 +206,7 @@ def state(folder: Path) -> dict[str, str]:
 
 
 def fault_of(case: Case, good: Path, scratch: Path) -> str:
-    """What is wrong with how a case is met; "" for nothing."""
+    """What is wrong with the command's answer to a case; "" if nothing is."""
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(good, scratch)
     if case.damage:
@@ -219,12 +220,12 @@ def fault_of(case: Case, good: Path, scratch: Path) -> str:
         return f"not one line: {met.errors[-400:]}"
     after = state(scratch)
     changed = [path for path in {*before, *after} if before.get(path) != after.get(path)]
-    # a lock tells other processes that one is at work; it holds nothing
+    # lock files, which hold nothing, tell other processes that one is running
     locks = [path for path in changed if path.endswith(".lock")]
     changed = [path for path in changed if path not in locks]
     if locks and changed == [str(Path(locks[0]).parent)]:
         changed = []
-    if case.kind == "task":  # the other tasks are scored, and the error is kept among the scores
+    if case.kind == "task":  # the other tasks are scored, and the error is stored among the scores
         changed = [path for path in changed if not path.startswith(("out", "run/ev"))]
     return f"written: {sorted(changed)[:4]}" if changed else ""
 
@@ -233,7 +234,7 @@ def fault_of(case: Case, good: Path, scratch: Path) -> str:
 
 
 def put(path: str, content: bytes | str) -> Callable[[Path], None]:
-    """Write a file, and the folders it is in."""
+    """Writes a file, creating its folders."""
 
     def damage(folder):
         target = folder / path
@@ -247,7 +248,7 @@ def put(path: str, content: bytes | str) -> Callable[[Path], None]:
 
 
 def without(path: str) -> Callable[[Path], None]:
-    """Remove a file or a folder."""
+    """Removes a file or a folder."""
 
     def damage(folder):
         target = folder / path
@@ -257,7 +258,7 @@ def without(path: str) -> Callable[[Path], None]:
 
 
 def folder_at(path: str) -> Callable[[Path], None]:
-    """A folder where a file is wanted."""
+    """Puts a folder where a file is expected."""
 
     def damage(folder):
         without(path)(folder) if (folder / path).exists() else None
@@ -267,7 +268,7 @@ def folder_at(path: str) -> Callable[[Path], None]:
 
 
 def broken_link(path: str) -> Callable[[Path], None]:
-    """A link that leads nowhere."""
+    """Puts a broken link in the place of a file."""
 
     def damage(folder):
         without(path)(folder) if (folder / path).exists() else None
@@ -277,7 +278,7 @@ def broken_link(path: str) -> Callable[[Path], None]:
 
 
 def cut(path: str, share: float) -> Callable[[Path], None]:
-    """A file that ends too early."""
+    """Cuts a file short."""
 
     def damage(folder):
         data = (folder / path).read_bytes()
@@ -287,7 +288,7 @@ def cut(path: str, share: float) -> Callable[[Path], None]:
 
 
 def overwritten(path: str, share: float, length: int = 8) -> Callable[[Path], None]:
-    """Bytes of a file that are others, at the same size."""
+    """Changes bytes of a file but not its size."""
 
     def damage(folder):
         data = bytearray((folder / path).read_bytes())
@@ -300,7 +301,7 @@ def overwritten(path: str, share: float, length: int = 8) -> Callable[[Path], No
 
 
 def set_json(path: str, key: str, value) -> Callable[[Path], None]:
-    """Another value in a JSON file."""
+    """Changes a value in a JSON file."""
 
     def damage(folder):
         content = json.loads((folder / path).read_text())
@@ -310,18 +311,7 @@ def set_json(path: str, key: str, value) -> Callable[[Path], None]:
     return damage
 
 
-def without_key(path: str, key: str) -> Callable[[Path], None]:
-    """A JSON file that lacks a key."""
-
-    def damage(folder):
-        content = json.loads((folder / path).read_text())
-        content.pop(key, None)
-        (folder / path).write_text(json.dumps(content))
-
-    return damage
-
-
-# content that is no JSON object
+# content that is not a JSON object
 NO_OBJECT = {
     "empty": b"",
     "list": b"[]",
@@ -340,7 +330,7 @@ NO_OBJECT = {
 
 
 def _damaged(command: str, kind: str, words, path: str, which=None) -> Iterator[Case]:
-    """A file with content that is no JSON object, a folder in its place, and a broken link."""
+    """A file whose content is not a JSON object, a folder in its place, and a broken link."""
     for name, content in NO_OBJECT.items():
         if which is None or name in which:
             yield Case(command, kind, f"{path} {name}", words, put(path, content))
@@ -348,7 +338,7 @@ def _damaged(command: str, kind: str, words, path: str, which=None) -> Iterator[
 
 
 def numbers() -> Iterator[Case]:
-    """Options that take a number, with none or an impossible one."""
+    """Options that take a number, with something else or an impossible number."""
     whole = {
         "quickstart": ["steps", "seeds"],
         "train": ["nproc"],
@@ -405,7 +395,7 @@ def numbers() -> Iterator[Case]:
 
 
 def words_of_options() -> Iterator[Case]:
-    """Options that take a word, and options that do not exist."""
+    """Options that take a word, with a wrong one, and options that do not exist."""
     for command, words in GOOD.items():
         yield Case(command, "usage", "unknown option", (*words, "--no-such-option"))
         yield Case(command, "usage", "a word too many", (words[0], "--out"))
@@ -451,7 +441,7 @@ def words_of_options() -> Iterator[Case]:
 
 
 def paths() -> Iterator[Case]:
-    """Paths that do not exist, are too long, are links to nowhere or of the wrong kind."""
+    """Paths that do not exist, are too long, are broken links or are of the wrong kind."""
     long = "{}/" + "x" * 300
     very_long = "{}/" + "/".join(["x" * 200] * 30)
     inputs = {
@@ -534,7 +524,7 @@ def _table(columns: dict) -> bytes:
 
 
 def data() -> Iterator[Case]:
-    """Files of pairs and texts that cannot be read, for the commands that read them."""
+    """Unreadable files of pairs and texts, for the commands that read them."""
     for name, content in BAD_ROWS.items():
         rows = content if name in ("empty", "blank lines") else (GOOD_ROW * 3).encode() + content
         for command in ("check", "train", "mine"):
@@ -615,7 +605,7 @@ MODEL_VALUES = {
 
 
 def models() -> Iterator[Case]:
-    """Folders of models that lack files, or have damaged ones."""
+    """Folders of models with missing or damaged files."""
     for command in ("encode", "read"):
         for path in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             yield from _damaged(command, "model file", GOOD[command], f"model/{path}")
@@ -677,11 +667,11 @@ sampling=nosuch:1""".split()
 
 
 def settings() -> Iterator[Case]:
-    """Every setting of a recipe with values of a wrong kind; as words and in a file."""
+    """Every setting of a recipe with values of a wrong kind, on the command line and in a file."""
     for word in BAD_SETTINGS:
         yield Case("train", "setting", word, (*GOOD["train"], "--set", word))
     for word in BAD_SETTINGS[::3]:
-        if "nowhere" in word:  # neither reads the file
+        if "nowhere" in word:  # neither command reads the file
             continue
         yield Case("plan", "setting", word, (*GOOD["plan"], "--set", word))
         yield Case("recipes", "setting", word, ("recipes", "baseline", "--set", word))
@@ -866,7 +856,7 @@ def vectors() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every bad input, each once."""
+    """Every bad input once."""
     makers = (numbers, words_of_options, paths, data, models, settings, runs, scored, vectors)
     cases = [case for maker in makers for case in maker()]
     return list({case.key: case for case in cases}.values())
@@ -874,7 +864,7 @@ def all_cases() -> list[Case]:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[tuple[Path, Path]]:
-    """(good files, a folder to damage copies in); with a cache of its own."""
+    """(good files, a folder for damaged copies), with a separate cache."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as made:
         place = Path(made).resolve()
         before = os.environ.get("ANCHOR_CACHE")
@@ -883,7 +873,7 @@ def workplace() -> Iterator[tuple[Path, Path]]:
         (place / "working").mkdir()
         os.chdir(place / "working")
         try:
-            # the good files are made where the copies will be, so that paths in them hold
+            # made in the place where the copies will be, so that paths in them stay valid
             (place / "scratch").mkdir()
             make_good(place / "scratch")
             (place / "scratch").rename(place / "good")
@@ -896,7 +886,7 @@ def workplace() -> Iterator[tuple[Path, Path]]:
 
 
 def record(faults: dict[str, str], cases: list[Case]) -> dict:
-    """What is kept of a whole run."""
+    """The stored summary of a complete run."""
     about = {
         "command": "python tests/fuzz_inputs.py",
         "commit": source_commit(),
@@ -911,7 +901,7 @@ def record(faults: dict[str, str], cases: list[Case]) -> dict:
 
 
 def faults_of_part(part: int, parts: int, words: list[str]) -> dict[str, str]:
-    """Every `parts`-th case whose key has all the words."""
+    """Every `parts`-th case whose key contains all the words."""
     chosen = [case for case in all_cases() if all(word in case.key for word in words)]
     found = {}
     with workplace() as (good, scratch), open(os.devnull, "w") as nowhere:

@@ -1,8 +1,9 @@
-"""Runs `anchor` many times and imports it once: a task is a JSON line of the standard input, its answer one of the output.
+"""Runs `anchor` many times but imports it once: each line of standard input is a task in JSON, and so is each answer on
+standard output.
 
-A task holds the arguments of `anchor`, the `log` for what it prints, the run `folder` that is watched, and what shall
-happen to it: `delay` (seconds until kill -9) or an `action` at the `count`-th file operation below the folder whose path
-contains `only`. `before` is code that is run first. Started by test_kill.py.
+A task has the arguments of `anchor`, the `log` for its output, the run `folder` that is watched, and what should happen
+to it: `delay` (seconds until kill -9), or an `action` at the `count`-th file operation in the folder whose path
+contains `only`. The code `before` is run first. Started by test_kill.py.
 """
 
 import importlib
@@ -16,20 +17,22 @@ import traceback
 
 from anchor_embedding.cli import main
 
-# what a run would import by itself, brought in before the processes of the tasks are forked off
+# what a run would import itself, imported before the processes of the tasks are forked
 for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embedding.train.stage"):
     importlib.import_module(name)
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
-# ignored where the tests were started with nohup, or in the background of a shell
+# SIGINT is ignored if the tests were started with nohup, or in the background of a shell
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def act(task):
-    """Die here, die in the write that makes a file too large, or get a signal."""
+    """Kills this process, makes the current write exceed the limit on file sizes, or sends a
+    signal.
+    """
     if task["action"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif task["action"] == "write":
@@ -41,7 +44,7 @@ def act(task):
 
 
 def watch_files(task):
-    """Count the file operations of this process below the folder, and act at one of them."""
+    """Counts the file operations of this process in the folder and acts at one of them."""
     seen = [0]
 
     def hook(event, arguments):
@@ -65,7 +68,7 @@ def watch_files(task):
 
 
 def child(task):
-    """`anchor` with these arguments, as a program of its own."""
+    """Runs `anchor` with these arguments, as a separate program would."""
     log = os.open(task["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -86,7 +89,7 @@ def child(task):
 
 
 def run(task):
-    """Exit code (negative: the signal that ended it) and seconds of a child."""
+    """Exit code (negative: the signal that ended it) and run time in seconds of a child."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:

@@ -1,12 +1,12 @@
-"""Mutation testing: faults of one line are put into the rooms one at a time, and a test must die of each.
+"""Mutation testing: inserts one-line faults into the rooms, one at a time; each must make a test fail.
 
     python tests/mutations.py                   the faults of mutations.toml that have no result yet
-    python tests/mutations.py --only packing    those with that word in their room, words or test
-    python tests/mutations.py --all --jobs 2    every one anew, two at a time
+    python tests/mutations.py --only packing    those with that word in their room, description or test
+    python tests/mutations.py --all --jobs 2    all faults again, two at a time
 
-A result counts until the room, its notebook or the test changes; results are kept in mutations.json as
-they come, so that a stopped run goes on. mutmut and cosmic-ray change the module that a test imports;
-a notebook runs its own cells in place of its module, so under them no notebook would ever die.
+A result is valid until the room, its notebook or the test changes. Results are stored in mutations.json as
+they come, so that a stopped run can continue. mutmut and cosmic-ray change the module that a test imports;
+a notebook runs its own cells instead of its module, so with them no notebook would ever fail.
 """
 
 import argparse
@@ -35,13 +35,13 @@ RESULTS = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class Fault:
-    "A piece of one line and what is put in its place."
+    "A piece of one line and its replacement."
 
-    room: str  # below anchor_embedding, such as "model/packing"
-    fault: str  # in words
-    before: str  # which the room has once
+    room: str  # path in anchor_embedding, such as "model/packing"
+    fault: str  # a description
+    before: str  # code that occurs once in the room
     after: str
-    test: str  # the quickest that must die: a notebook, or tests/test_x.py::name
+    test: str  # the quickest test that must fail: a notebook, or tests/test_x.py::name
 
     @property
     def module(self) -> str:
@@ -52,28 +52,28 @@ def read_faults() -> list[Fault]:
     return [Fault(**entry) for entry in tomllib.loads(LIST.read_text("utf-8"))["fault"]]
 
 
-# ---- a fault in its places
+# ---- inserting a fault
 
 
 def changed(fault: Fault, source: str) -> str:
     """The source of a module, or of the cells exported to it, with the fault. Raises `ValueError`
-    where it does not apply, is no Python or changes nothing.
+    if the fault does not apply, is not valid Python or changes nothing.
     """
     times = source.count(fault.before)
     if times != 1 or "\n" in fault.before + fault.after:
-        raise ValueError(f"{fault.room}: {times} times (once is wanted): {fault.before}")
+        raise ValueError(f"{fault.room}: found {times} times instead of once: {fault.before}")
     faulty = source.replace(fault.before, fault.after)
     try:
         same = ast.dump(ast.parse(faulty)) == ast.dump(ast.parse(source))
     except SyntaxError as error:
         raise ValueError(f"{fault.room}: {fault.after}: {error}") from None
     if same:
-        raise ValueError(f"{fault.room}: it changes nothing: {fault.after}")
+        raise ValueError(f"{fault.room}: the fault changes nothing: {fault.after}")
     return faulty
 
 
 def notebook_of(module: str) -> str:
-    "The notebook that a module says it is exported from."
+    "The notebook from which a module says that it is exported."
     return re.search(r"File to edit: (?:\.\./)+(nbs/.*\.ipynb)", module)[1]
 
 
@@ -88,7 +88,9 @@ def changed_notebook(fault: Fault, text: str) -> str:
         and fault.before in joined(cell["source"])
     ]
     if len(cells) != 1:
-        raise ValueError(f"{fault.room}: in {len(cells)} exported cells: {fault.before}")
+        raise ValueError(
+            f"{fault.room}: found in {len(cells)} exported cells instead of one: {fault.before}"
+        )
     cells[0]["source"] = changed(fault, joined(cells[0]["source"]))
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
@@ -103,9 +105,9 @@ def places(fault: Fault, root: Path = ROOT) -> dict[str, str]:
     }
 
 
-# ---- execution, in processes that have the slow imports behind them and a copy each
+# ---- execution, in processes that have done the slow imports and have a copy each
 
-COPY = Path()  # of this process
+COPY = Path()  # the copy of this process
 
 
 def git(*words: str) -> str:
@@ -114,7 +116,7 @@ def git(*words: str) -> str:
 
 
 def enter(copies) -> None:
-    "Make this process one that works in a copy of the commit, and imports from it."
+    "Makes this process work in a copy of the commit and import from it."
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
@@ -128,13 +130,13 @@ def enter(copies) -> None:
 
 
 def run_notebook(test: str, limit: float) -> tuple[bool, str]:
-    "Whether a notebook of the copy passes, and what it said."
+    "Whether a notebook of the copy passes, and its output."
     found = check(COPY / test, cell_flags(), limit, root=COPY)
     return found.ok, "\n".join([*found.faults, found.log])
 
 
 def run_pytest(test: str, limit: float) -> tuple[bool, str]:
-    "Whether a test file of the copy passes, until its first failure, and what it said."
+    "Whether a test file of the copy passes, stopping at its first failure, and its output."
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         child = os.fork()
         if not child:
@@ -156,7 +158,7 @@ def run_pytest(test: str, limit: float) -> tuple[bool, str]:
 
 
 def become_pytest(test: str, log) -> None:
-    "In a process of its own, the leader of a group."
+    "Runs in a separate process, the leader of a process group."
     os.setsid()
     for number in (1, 2):
         os.dup2(log.fileno(), number)
@@ -171,7 +173,9 @@ def become_pytest(test: str, log) -> None:
 
 
 def run(fault: Fault, limit: float) -> dict:
-    "Run the test of a fault in the copy as it is: what failed, None where nothing did; seconds; why."
+    """Runs the test of a fault in the copy as it is: what failed (None if nothing did), seconds,
+    why.
+    """
     began = time.monotonic()
     way = run_notebook if fault.test.endswith(".ipynb") else run_pytest
     passed, said = way(fault.test, limit)
@@ -189,12 +193,12 @@ def run(fault: Fault, limit: float) -> dict:
 
 
 def without_folders(text: str) -> str:
-    "A path is its last part: where a machine keeps its files is nobody's business."
+    "Paths shortened to their last part, to hide where a machine keeps its files."
     return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)+", "", text)
 
 
 def run_faulty(fault: Fault, limit: float) -> dict:
-    "Put a fault into the copy, run its test, and take it out."
+    "Inserts a fault into the copy, runs its test, and removes the fault."
     faulty = places(fault, COPY)
     before = {name: (COPY / name).read_text("utf-8") for name in faulty}
     try:
@@ -210,7 +214,7 @@ def run_faulty(fault: Fault, limit: float) -> dict:
 
 
 def read_results() -> dict[str, dict]:
-    "What is known: key of a fault → its entry."
+    "The results so far: key of a fault → its entry."
     if not RESULTS.exists():
         return {}
     entries = json.loads(RESULTS.read_text("utf-8"))["faults"]
@@ -227,7 +231,7 @@ def entry_of(fault: Fault) -> dict:
 
 
 def counts(entry: dict | None, fault: Fault) -> bool:
-    "Whether a test died of the fault, and nothing that matters has changed since."
+    "Whether a test failed because of the fault, and nothing relevant has changed since."
     if entry is None or entry["killed_by"] is None:
         return False
     notebook = notebook_of((ROOT / fault.module).read_text("utf-8"))
@@ -237,9 +241,9 @@ def counts(entry: dict | None, fault: Fault) -> bool:
 
 
 def keep(faults: list[Fault], entry: dict) -> None:
-    "Put an entry beside what is known of the other faults of the list, in its order."
+    "Stores an entry among those of the other faults, in the order of the list."
     with open(LIST) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at other faults
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be working on other faults
         found = read_results() | {key_of(entry): entry}
         keys = [key_of(entry_of(fault)) for fault in faults]
         entries = [found[key] for key in keys if key in found]
@@ -259,31 +263,31 @@ def keep(faults: list[Fault], entry: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--only", default="", help="words in room, fault or test, such as loop|mining"
+        "--only", default="", help="words in the room, fault or test, such as loop|mining"
     )
-    parser.add_argument("--all", action="store_true", help="also those that have a result")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at the same time")
-    parser.add_argument("--limit", type=float, default=300, help="seconds a test may take")
+    parser.add_argument("--all", action="store_true", help="include faults that have a result")
+    parser.add_argument("--jobs", type=int, default=1, help="number of tests at the same time")
+    parser.add_argument("--limit", type=float, default=300, help="maximum seconds for a test")
     parser.add_argument(
-        "--trust", action="store_true", help="the suite is known to pass: only faults"
+        "--trust", action="store_true", help="do not run the tests without a fault first"
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     faults = read_faults()
     found = read_results()
     wanted = [
         fault
         for fault in faults
-        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in asked.only.split("|"))
-        and (asked.all or not counts(found.get(key_of(entry_of(fault))), fault))
+        if any(one in f"{fault.room} {fault.fault} {fault.test}" for one in args.only.split("|"))
+        and (args.all or not counts(found.get(key_of(entry_of(fault))), fault))
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
-        lives = work(wanted, faults, Path(folder), asked)
+        lives = work(wanted, faults, Path(folder), args)
     print(f"{len(wanted)} faults, {len(lives)} live", *lives, sep="\n  ")
     return 1 if lives else 0
 
 
 def workers(folder: Path, number: int) -> ProcessPoolExecutor:
-    "Processes with a clone of the checkout's commit each, outside the user's tree."
+    "Processes that each have a clone of the checkout's commit, outside the user's tree."
     context = multiprocessing.get_context("spawn")
     copies = context.Queue()
     for name in map(str, range(number)):
@@ -292,17 +296,19 @@ def workers(folder: Path, number: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(number, context, enter, (copies,))
 
 
-def work(wanted, faults, folder, asked) -> list[str]:
-    "Every test without a fault, then every fault, results written as they come; those that live."
+def work(wanted, faults, folder, args) -> list[str]:
+    """Runs every test without a fault, then every fault, and stores results as they come; returns
+    the faults that survive.
+    """
     commit = git("rev-parse", "--short=12", "HEAD")
     lives = []
-    with workers(folder, asked.jobs) as pool:
-        each = [] if asked.trust else [*{fault.test: fault for fault in wanted}.values()]
-        for fault, plain in zip(each, pool.map(run, each, [asked.limit] * len(each)), strict=True):
+    with workers(folder, args.jobs) as pool:
+        each = [] if args.trust else [*{fault.test: fault for fault in wanted}.values()]
+        for fault, plain in zip(each, pool.map(run, each, [args.limit] * len(each)), strict=True):
             print(f"{plain['seconds']:6.1f} s  {fault.test}", flush=True)
             if plain["killed_by"]:
                 raise SystemExit(f"{fault.test} fails without a fault: {plain['why']}")
-        outcomes = pool.map(run_faulty, wanted, [asked.limit] * len(wanted))
+        outcomes = pool.map(run_faulty, wanted, [args.limit] * len(wanted))
         for fault, outcome in zip(wanted, outcomes, strict=True):
             entry = entry_of(fault) | outcome
             entry |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}

@@ -1,6 +1,6 @@
 """Runs a copy of a notebook and compares its outputs with the committed ones; knows nothing about pytest.
 
-nbdev and IPython are imported where they are used, so that collecting tests stays quick."""
+nbdev and IPython are imported only where they are used, so that the collection of tests stays quick."""
 
 import ast
 import base64
@@ -27,8 +27,9 @@ OUTPUT_LIMIT = 20_000  # characters of one output, pictures apart
 
 
 def set_environment(scratch: Path) -> None:
-    """For the tests and all their processes: one thread, no model hub, a fixed width, a cache in
-    `scratch` (unless the user names one) and an IPython folder without anyone's profile.
+    """The environment of the tests and all their processes: one thread, no model hub, a fixed
+    width, a cache in `scratch` (unless the user names one) and an IPython folder without a user's
+    profile.
     """
     for name, value in {
         "OMP_NUM_THREADS": "1",
@@ -41,8 +42,8 @@ def set_environment(scratch: Path) -> None:
 
 
 def find_notebooks(folder: Path) -> list[Path]:
-    """Every notebook below `folder`, in order; hidden, generated and checkpoint folders are left
-    out.
+    """Every notebook in `folder` and its subfolders, in order, without hidden, generated and
+    checkpoint folders.
     """
     found = (
         p
@@ -53,9 +54,7 @@ def find_notebooks(folder: Path) -> list[Path]:
 
 
 def cell_flags() -> list[str]:
-    """The directives that keep a cell from running unless it is asked for: `tst_flags` of
-    pyproject.toml.
-    """
+    """The directives (`tst_flags` of pyproject.toml) of cells that run only on request."""
     flags = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"][
         "tst_flags"
     ]
@@ -81,13 +80,13 @@ def split_source(cell: dict) -> tuple[set[str], list[str]]:
 
 
 def where(number: int, cell: dict) -> str:
-    """How a message names a cell: its place, its id and its first line."""
+    """The name of a cell in a message: its number, its id and its first line."""
     body = next((line.strip() for line in split_source(cell)[1] if line.strip()), "(empty)")
     return f"cell {number} [{cell.get('id', '-')}] {body[:70]}"
 
 
 def executed_ids(path: Path, skip: list[str]) -> set[str]:
-    """Ids of the cells that nbdev runs when cells with a flag of `skip` are left out."""
+    """Ids of the cells that nbdev runs when cells with a flag in `skip` are left out."""
     from nbdev.test import nb_test_cells
 
     return {cell.id for cell in nb_test_cells(path, skip_flags=skip)}
@@ -101,8 +100,8 @@ def is_picture(mime: str) -> bool:
 
 
 def machine_paths() -> re.Pattern:
-    """Absolute paths that belong to one machine: usual homes and scratch folders, and those of this
-    machine.
+    """A pattern for absolute paths of one machine: common home and scratch folders, and those of
+    this machine.
     """
     usual = r"/(?:home|Users|root|tmp|private|mnt)/[\w.-]+|[A-Z]:\\Users\\"
     here = {str(ROOT), str(Path.home()), tempfile.gettempdir(), sys.prefix} - {"/"}
@@ -111,8 +110,8 @@ def machine_paths() -> re.Pattern:
 
 
 def mixes_imports(lines: list[str], exported: bool) -> bool:
-    """Is there an import beside other code? Building the documentation runs every cell that
-    contains an import.
+    """Whether a cell has an import beside other code. Building the documentation runs every cell
+    that contains an import.
     """
     code = "\n".join("" if line.lstrip().startswith(("%", "!", "?")) else line for line in lines)
     body = [
@@ -161,14 +160,14 @@ def lint_cell(cell: dict, executed: bool, paths: re.Pattern) -> list[str]:
     exported = bool(directives & {"export", "exports", "exporti"})
     faults = []
     if mixes_imports(lines, exported):
-        faults.append("imports must stand alone in a cell")
+        faults.append("imports must be alone in a cell")
     if cell["outputs"] and not executed:
         faults.append("has committed outputs although it is not executed by the tests")
     return faults + [fault for output in cell["outputs"] for fault in lint_output(output, paths)]
 
 
 def lint(path: Path, pictures: int = 1) -> list[str]:
-    """What is wrong with the form of a notebook, one line a fault; an empty list when all is well."""
+    """The faults in the form of a notebook, one line per fault; an empty list if there are none."""
     cells = read_cells(path)
     faults = []
     paths = machine_paths()
@@ -194,12 +193,12 @@ def lint(path: Path, pictures: int = 1) -> list[str]:
 NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 WHOLE = re.compile(r"[-+]?\d+")
 BITMAPS = ("image/png", "image/jpeg")
-GRID = (32, 32)  # fields in which the light of two pictures is compared
+GRID = (32, 32)  # size of the grid on which the brightness of two pictures is compared
 
 
 def same_number(old: str, new: str, rtol: float = 3e-4) -> bool:
-    """Whole numbers are equal. Others are so near relative to themselves, or one unit apart in the
-    last place shown, where that is a thousandth of them at most.
+    """Whole numbers must be equal. Others must be close relative to their size, or differ by one
+    unit in the last digit shown if that is at most a thousandth of them.
     """
     first = float(old)
     second = float(new)
@@ -213,8 +212,8 @@ def same_number(old: str, new: str, rtol: float = 3e-4) -> bool:
 
 
 def same_text(old: str, new: str) -> bool:
-    """Equal words, and numbers as `same_number` wants them; how many spaces are between them does
-    not matter.
+    """The words must be equal and the numbers pass `same_number`; the amount of white space between
+    them does not matter.
     """
     old_parts, new_parts = (NUMBER.split(re.sub(r"[ \t]+", " ", text)) for text in (old, new))
     if old_parts[::2] != new_parts[::2]:
@@ -227,7 +226,9 @@ def picture_of(encoded: str) -> Image.Image:
 
 
 def same_picture(old: str, new: str, tolerance: int = 6) -> bool:
-    "Equal size, and in each field of a coarse grid nearly the same light, of 255."
+    """The size must be equal, and the brightness (of 255) nearly the same in each field of a coarse
+    grid.
+    """
     first = picture_of(old)
     second = picture_of(new)
     if first.size != second.size:
@@ -245,7 +246,7 @@ def same_part(kind: str, old: str, new: str) -> bool:
 
 
 def described(kind: str, text: str) -> list[str]:
-    "The lines that a difference shows of an output."
+    "The lines of an output that are shown in a difference."
     if kind not in BITMAPS:
         return [f"<{kind}>", *text.splitlines()]
     width, height = picture_of(text).size
@@ -253,8 +254,8 @@ def described(kind: str, text: str) -> list[str]:
 
 
 def shown_parts(cell: dict) -> list[tuple[str, str]]:
-    """A cell's outputs as (kind, text): printed text in one piece and first (JupyterLab keeps its place among the
-    displayed ones, nbdev does not), stderr left out."""
+    """A cell's outputs as (kind, text): all printed text first, in one piece (JupyterLab keeps its place among the
+    displayed ones, nbdev does not); stderr is left out."""
     outputs = cell.get("outputs", [])
     streams = [o for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout"]
     parts = [("printed", "".join(joined(o["text"]) for o in streams))] if streams else []
@@ -314,8 +315,8 @@ class Run:
 
 
 def mirror(notebook: Path, into: Path, root: Path = ROOT) -> Path:
-    """A copy of `notebook` in a folder whose other entries are links to the project's: relative paths resolve as in
-    the original, and what the notebook writes beside itself stays out of the project."""
+    """A copy of `notebook` in a folder whose other entries are links to the project's: relative paths work as in
+    the original, and files that the notebook writes beside itself stay out of the project."""
     source = root
     target = into
     for part in (*notebook.relative_to(root).parts, None):
@@ -332,8 +333,8 @@ def mirror(notebook: Path, into: Path, root: Path = ROOT) -> Path:
 
 
 def _child(path: str, skip: list[str], log: str) -> None:
-    """In the process of the notebook: execute it and write its outputs back into the copy."""
-    os.setsid()  # a group of its own, so that a time limit ends its children too
+    """In the process of the notebook: executes it and writes its outputs back into the copy."""
+    os.setsid()  # a separate process group, so that a time limit ends its children too
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -346,7 +347,7 @@ def _child(path: str, skip: list[str], log: str) -> None:
 
 
 def _context():
-    """Processes are forked from a server that has the slow imports behind it."""
+    """Processes are forked from a server that has done the slow imports already."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -365,8 +366,8 @@ def _context():
 
 
 def _end(process, number: int) -> None:
-    """Signal a notebook's process and its children; or itself alone, before it has a group of its
-    own.
+    """Signals a notebook's process and its children, or only the process if it has no group of its
+    own yet.
     """
     try:
         os.killpg(process.pid, number)
@@ -378,19 +379,19 @@ RUNNING: set = set()
 
 
 def stop_all() -> None:
-    """End the notebooks that still run, when nobody waits for them any more."""
+    """Ends the notebooks that still run when no test waits for them any more."""
     for process in list(RUNNING):
         _end(process, signal.SIGKILL)
 
 
 def execute(path: Path, skip: list[str], log: Path, timeout: float) -> str:
-    """Run the notebook in place, in a process of its own; what went wrong, or an empty string."""
+    """Runs the notebook in place in a separate process; returns the error, or an empty string."""
     process = _context().Process(target=_child, args=(str(path), skip, str(log)))
     process.start()
     RUNNING.add(process)
     process.join(timeout)
     if process.is_alive():
-        _end(process, signal.SIGINT)  # nbdev answers with the stack of the cell that hangs
+        _end(process, signal.SIGINT)  # nbdev prints the stack of the cell that hangs
         process.join(5)
         _end(process, signal.SIGKILL)
         process.join()
@@ -401,8 +402,8 @@ def execute(path: Path, skip: list[str], log: Path, timeout: float) -> str:
 
 
 def check(notebook: Path, skip: list[str], timeout: float, root: Path = ROOT) -> Run:
-    """Execute a copy of `notebook` without the cells flagged with one of `skip`, and compare its outputs with the
-    committed ones. Cells that carry any test flag have none to compare."""
+    """Executes a copy of `notebook` without the cells that have a flag in `skip`, and compares its outputs with the
+    committed ones. Cells with any test flag have no outputs to compare."""
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         copy = mirror(notebook, Path(folder) / "project", root)
         log = Path(folder) / "log"

@@ -1,5 +1,5 @@
-"""Gradients of each case of test_objectives.py: by itself, or as one process of several, which
-writes them to a file; the anchor gain too.
+"""Writes the gradients of each case of test_objectives.py to a file, computed by one process or as
+one of several; the anchor gain too.
 """
 
 import itertools
@@ -36,14 +36,14 @@ OPTIONS = dict(
     symmetric_loss=True,
     same_side_negatives=True,
 )
-# tokens of a micro-batch are chosen so that some processes need several and others only one
+# token budgets chosen so that some processes need several micro-batches and others only one
 CASES = {
     "plain": Contrastive(token_budget=150),
     "options": Contrastive(token_budget=150, **OPTIONS),
     "pools": Contrastive(token_budget=150, negatives_pool=4),
     "released": ReleasedReconstruction(eos_id=2, micro_batch_size=2),
     "bag": BagOfTokens(token_budget=150),
-    # all masked: nothing is left to chance
+    # all masked, so that nothing is left to chance
     "mntp": MaskedPrediction(mask_id=9, mask_share=1.0, token_budget=150),
     "itself": Reconstruction(
         target="itself",
@@ -70,7 +70,7 @@ GAINS = {  # objective, pairs of the global batch
         ),
         8,
     ),
-    # one pair each: what is padded does not depend on the others
+    # one pair each, so that padding does not depend on the other pairs
     "released": (ReleasedReconstruction(eos_id=2, micro_batch_size=1), 8),
 }
 
@@ -94,7 +94,7 @@ def make_batch() -> TokenBatch:
 
 
 def silenced(batch: TokenBatch) -> TokenBatch:
-    """The second half of the pairs says nothing."""
+    """The second half of the pairs has empty texts."""
 
     def mute(text):
         return TokenizedText(text.ids[: text.start] + text.ids[text.stop :], text.start, text.start)
@@ -115,8 +115,8 @@ def make_decoder(head: str) -> CausalDecoder:
 def gradients(
     case: str, head: str, batch: TokenBatch, accelerator: Accelerator, sharded: bool = False
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Terms and gradients of the second of two equal steps: a wrapper rearranges its messages after
-    the first.
+    """Terms and gradients of the second of two equal steps, because a wrapper rearranges its
+    messages after the first.
     """
     decoder = make_decoder(head)
     objective = CASES[case]
@@ -133,7 +133,7 @@ def gradients(
 
 
 def gain(case: str, accelerator: Accelerator) -> dict[str, float]:
-    """The anchor gain of a global batch of which every process holds a part."""
+    """The anchor gain of a global batch that is divided among the processes."""
     objective, pairs = GAINS[case]
     places = range(accelerator.process_index, pairs, accelerator.num_processes)
     return anchor_gain(
@@ -143,7 +143,7 @@ def gain(case: str, accelerator: Accelerator) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # a process that waits for another one for ever says so
+    # raise an error if a process waits for another one forever
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=100))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[patience])
     folder = Path(sys.argv[1])
@@ -163,4 +163,6 @@ if __name__ == "__main__":
     )
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    os._exit(0)  # all is on disk; torch's teardown of its threads may abort on a loaded machine
+    os._exit(
+        0
+    )  # everything is on disk; torch's teardown of its threads may abort on a loaded machine

@@ -1,6 +1,6 @@
 """Vectors and times of an exported model on a CPU: our `Embedder`, sentence-transformers and
-onnxruntime, on the same texts, in float32, on one thread, in turns. Times are the processor's own
-(of this process), which other programs on the machine hardly change.
+onnxruntime take turns on the same texts, in float32, on one thread. Times are the processor time of
+this process, on which other programs on the machine have little influence.
 
 `python tests/serving_speed.py MODEL nbs/results/serving_smollm2.json` writes the record of a model
 that was exported with its ONNX graph.
@@ -31,7 +31,7 @@ PACKAGES = ("python", "torch", "transformers", "sentence_transformers", "onnxrun
 
 
 class OnnxEmbedder:
-    """An exported model without PyTorch, as `nbs/serving.ipynb` shows it."""
+    """An exported model used without PyTorch, as `nbs/serving.ipynb` shows it."""
 
     def __init__(self, folder, threads):
         settings = json.loads((folder / "sentence_bert_config.json").read_text())
@@ -59,7 +59,7 @@ class OnnxEmbedder:
 
 
 def real_texts(count):
-    """Docstrings, and long ones of several joined; the last is longer than any `max_length`."""
+    """Docstrings, some of them joined into long texts; the last is longer than any `max_length`."""
     found = docstring_pairs(packages=["numpy"], heldout=[], cache=False, workers=1).train
     texts = [pair.positive for pair in found[:: len(found) // count][:count]]
     return [*texts, "\n".join(texts[:4]), "\n".join(pair.positive for pair in found[:100])]
@@ -76,7 +76,7 @@ def megabytes(path):
 
 
 def measure(folder, count, rounds):
-    """The record: least cosines to `Embedder`, seconds a text, megabytes."""
+    """The record: smallest cosines to `Embedder`, seconds per text, megabytes."""
     ours = Embedder.from_pretrained(folder, dtype="float32", device="cpu")
     texts = real_texts(count)
     queries = [f"Instruct: {QUERY_INSTRUCTION}\nQuery: {text}" for text in texts]
@@ -91,7 +91,7 @@ def measure(folder, count, rounds):
     expected_queries = ours.encode(texts, QUERY_INSTRUCTION)
     seconds = {name: [] for name in programs}
     cosines = {}
-    for name, encode in programs.items():  # the first call of each, which is not timed
+    for name, encode in programs.items():  # the first call of each side, which is not timed
         cosines[name] = {
             "texts": least_cosine(encode(texts), expected),
             "queries": least_cosine(encode(queries), expected_queries),
@@ -124,15 +124,15 @@ def measure(folder, count, rounds):
 
 
 def main():
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("model", type=Path)
-    words.add_argument("out", type=Path)
-    words.add_argument("--texts", type=int, default=46)
-    words.add_argument("--rounds", type=int, default=3)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=46)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    record = measure(given.model, given.texts, given.rounds)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = measure(args.model, args.texts, args.rounds)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

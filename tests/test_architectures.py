@@ -1,5 +1,5 @@
-"""The table of architectures is of the pinned transformers and leaves no third outcome; a sample of
-it is made again.
+"""The table of architectures is that of the pinned transformers and has no third outcome; a sample
+of it is computed again.
 """
 
 import json
@@ -38,7 +38,7 @@ def test_the_table_is_of_the_pinned_transformers_and_of_all_its_models():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert TABLE["about"]["transformers"] == pinned("transformers"), (
-        "make the table again: see nbs/which_models.ipynb"
+        "regenerate the table: see nbs/which_models.ipynb"
     )
     assert TABLE["about"]["bounds"] == BOUNDS
     assert ROWS.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()

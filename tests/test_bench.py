@@ -1,5 +1,5 @@
-"""The bench, live and small: packing beats padding by a wide margin, memory does not follow the
-batch, wrong requests are one line.
+"""The bench, run at small scale: packing beats padding by a wide margin, memory does not grow with
+the batch, and a wrong request gives one line.
 """
 
 import json
@@ -24,9 +24,7 @@ def quiet(text):
 
 
 def fastest(rows, side):
-    """Processor seconds of the fastest round: what other programs do on the machine counts least
-    there.
-    """
+    """Processor seconds of the fastest round, on which other programs have the least influence."""
     return min(row["cpu_seconds"] for row in rows if row["side"] == side)
 
 
@@ -39,7 +37,7 @@ def request_for():
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind,pairs,least", [("stage1", 32, 1.2), ("encode", 96, 1.4)])
 def test_packed_is_faster_than_padded(request_for, monkeypatch, kind, pairs, least):
-    monkeypatch.setattr(bench, "matmul_peak", lambda *_: 1e12)  # not what is asked here
+    monkeypatch.setattr(bench, "matmul_peak", lambda *_: 1e12)  # not tested here
     contest = bench.KINDS[kind](request_for(pairs))
     bench.check_exact(contest)
     rows = bench.take_turns(contest, rounds=4, say=quiet)
@@ -63,7 +61,7 @@ def test_bfloat16_is_compared_with_a_float32_padded_reference(request_for, kind)
     exact = differences["exact"]
     lower = differences["in dtype"]
     assert exact.keys() == lower.keys()
-    assert all(0 < lower[key] for key in lower), "bfloat16 rounds, so nothing is quite equal"
+    assert all(0 < lower[key] for key in lower), "bfloat16 rounds, so nothing is exactly equal"
     if kind == "stage1":
         assert exact["loss"] < lower["loss"] < 1e-2
 
@@ -75,7 +73,7 @@ def test_a_step_leaves_the_weights_as_they_are(request_for):
     second = engine.run(pairs)
     assert first == pytest.approx(second, rel=1e-6) and first["gradient norm"] > 0
     assert all(p.equal(before[name]) for name, p in engine.decoder.named_parameters())
-    assert engine.optimizer.state, "the optimizer must have worked, or the step is not a whole one"
+    assert engine.optimizer.state, "the optimizer must have run, or the step is not complete"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
@@ -89,7 +87,7 @@ def test_memory_does_not_follow_the_batch(request_for, kind):
         engine.run(pairs[:4])
         added[budget] = measure.memory_added(lambda: engine.run(pairs), CPU)
     if None in added.values():
-        pytest.skip("this system does not let a process set its high-water mark back")
+        pytest.skip("this system does not let a process reset its peak memory")
     assert added[2048] < added[10**9] / 2, added
 
 

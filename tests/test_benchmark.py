@@ -1,4 +1,4 @@
-"""Scores are mteb's: what comes out equals mteb's own run of a sentence-transformers model on the
+"""Scores are those of mteb: they equal mteb's own run of a sentence-transformers model with the
 same vectors.
 """
 
@@ -41,7 +41,7 @@ CHEAP = ("STS17", "AskUbuntuDupPairs", "HotpotQADistractor")
 
 
 def local_tasks(folder, names=None):
-    """All tasks of a folder, or the first one's error."""
+    """All tasks of a folder, or raises the first one's error."""
     tasks = list(open_tasks(names, folder).values())
     for task in tasks:
         if isinstance(task, InputError):
@@ -74,7 +74,7 @@ def saved(model, tmp_path_factory):
 
 
 def sentence(rng, topic, words=9):
-    """Words around a place of the vocabulary: sentences of one topic share some."""
+    """Words near a position in the vocabulary: sentences of one topic share some."""
     near = rng.integers(0, 12, words // 2) + 12 * topic
     return " ".join(
         WORDS[i % len(WORDS)] for i in [*near, *rng.integers(0, len(WORDS), words - words // 2)]
@@ -118,9 +118,9 @@ def generated(tmp_path_factory):
 
     retrieval(data / "retrieval" / "SciFact", 5183, 300)
     pairs = [(text(i % 5), text(i % (2 + i % 4))) for i in range(200)]
-    alike = [" ".join([*a.split()[: i % 6], b]) for i, (a, b) in enumerate(pairs)]
+    paraphrases = [" ".join([*a.split()[: i % 6], b]) for i, (a, b) in enumerate(pairs)]
     scored = [
-        {"sentence1": a, "sentence2": alike[i], "score": i % 6 * 0.9}
+        {"sentence1": a, "sentence2": paraphrases[i], "score": i % 6 * 0.9}
         for i, (a, _) in enumerate(pairs)
     ]
     write(data / "sts" / "STSBenchmark", pairs=scored)
@@ -159,8 +159,8 @@ def generated(tmp_path_factory):
 
 
 class BagOfWords(Embedder):
-    """Sums of random word vectors in place of a model's: quick, and good enough for scores between
-    all and nothing.
+    """Sums of random word vectors instead of a model's: quick, with scores between perfect and
+    chance.
     """
 
     def __init__(self, model):
@@ -178,8 +178,8 @@ class BagOfWords(Embedder):
 
 
 class Stored(torch.nn.Module):
-    """A module of sentence-transformers that looks up vectors which were made elsewhere; it fails
-    for other texts.
+    """A module of sentence-transformers that looks up vectors computed elsewhere; it fails for
+    other texts.
     """
 
     def __init__(self, made):
@@ -217,9 +217,7 @@ def of_mteb(sentence_transformer, task):
 
 
 def agrees(model, folder, name):
-    """Our entry for a task, and mteb's score of a real SentenceTransformer that has the same
-    vectors.
-    """
+    """Our entry for a task, and mteb's score of a real SentenceTransformer with the same vectors."""
     from sentence_transformers import SentenceTransformer
 
     (ours,) = local_tasks(folder, name)
@@ -243,12 +241,12 @@ KINDS = (
 def test_score_equals_mteb_on_the_same_vectors(model, generated, name):
     entry, theirs = agrees(model, generated, name)
     assert entry["main_score"] == pytest.approx(theirs, abs=1e-4)
-    assert 0.01 < entry["main_score"] < 0.99  # vectors of another order would score otherwise
+    assert 0.01 < entry["main_score"] < 0.99  # vectors in another order would give other scores
 
 
 def as_sentence_transformer(model, folder):
-    """The same weights as a sentence-transformers folder: transformers' own attention, EOS by its
-    tokenizer.
+    """The same weights as a sentence-transformers folder, with transformers' own attention and EOS
+    added by the tokenizer.
     """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -260,7 +258,7 @@ def as_sentence_transformer(model, folder):
         single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
     )
     tokenizer.pad_token = tokenizer.pad_token or eos
-    tokenizer.chat_template = None  # else it wraps texts in a conversation
+    tokenizer.chat_template = None  # otherwise it wraps texts in a conversation
     model.decoder.causal_lm.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     words = Transformer(str(folder / "base"), max_seq_length=512)
@@ -271,7 +269,9 @@ def as_sentence_transformer(model, folder):
 
 
 def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_path):
-    """Our packed encode against padded batches, each through its own way into mteb, to the scores."""
+    """Our packed encoding and padded batches, each through its own path into mteb, compared by
+    their scores.
+    """
     other = as_sentence_transformer(model, tmp_path)
     assert not isinstance(load_model(other), Embedder)
     options = {
@@ -298,7 +298,7 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     ] == ["model-none", "st"]
 
 
-# ---- what is kept, and what goes wrong
+# ---- stored results and failures
 
 
 @pytest.fixture
@@ -317,7 +317,9 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
     first = evaluate(saved, **quick, say=lambda text: None)
     said = []
     monkeypatch.setattr(
-        benchmark, "load_model", lambda *_: pytest.fail("the model was loaded although all is done")
+        benchmark,
+        "load_model",
+        lambda *_: pytest.fail("the model was loaded although everything was done"),
     )
     assert evaluate(saved, **quick, say=said.append) == first and not said
     monkeypatch.undo()
@@ -340,7 +342,7 @@ def test_another_length_is_another_score(saved, quick):
         whole["about"]["template"]["max_length"] == 512
         and evaluate(saved, **quick, say=lambda text: None) == whole
     )
-    # which has an instruction for its kind
+    # it has an instruction for its kind
     short = evaluate(saved, **quick, max_length=8, prompts="mteb", say=lambda text: None)
     assert "leaves no room after this instruction" in short["errors"]["Pairs"]
 
@@ -360,14 +362,17 @@ def test_other_weights_and_other_data_are_run(saved, quick, tmp_path, generated)
         say=lambda text: None,
     )
     assert third["tasks"]["Pairs"]["data_revision"] != second["tasks"]["Pairs"]["data_revision"]
-    # mteb's files, by revision of the weights
+    # mteb's own result files, by revision of the weights
     assert len(list((tmp_path / "out" / "results").glob("*/*/Pairs.json"))) == 2
 
 
 def test_an_evaluation_into_the_model_s_folder_changes_no_revision(quick, tmp_path):
     tiny().save_pretrained(tmp_path / "tiny")
     quick |= {"tasks": "Pairs", "dtype": "auto"}
-    for out in (tmp_path / "tiny", tmp_path):  # inside it, and so that NAME is the folder itself
+    for out in (
+        tmp_path / "tiny",
+        tmp_path,
+    ):  # run inside the folder, so that NAME is the folder itself
         first = evaluate(tmp_path / "tiny", **quick | {"out": out}, say=lambda text: None)
         assert (
             evaluate(
@@ -419,7 +424,7 @@ def test_length_0_is_the_model_s_own(saved, quick):
 
 
 def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
-    """Two models whose last folder has one name, and two dtypes of one of them, turn about."""
+    """Two models whose folders have the same last name, and two dtypes of one of them, in turn."""
     for seed in (1, 2):
         tiny(seed=seed).save_pretrained(tmp_path / f"q{seed}" / "anchor")
     quick |= {"tasks": "Pairs", "dtype": "auto"}
@@ -445,7 +450,7 @@ def test_models_of_one_name_never_mix_and_lose_nothing(quick, tmp_path):
         evaluate(tmp_path / q / "anchor", **quick | options, say=said.append)
         for q, options in calls
     ]
-    # nothing is run; where the second model's scores are is said again
+    # nothing is run, but the place of the second model's scores is printed again
     assert again == first and len(said) == 1
 
 
@@ -494,11 +499,11 @@ def test_one_broken_task_does_not_end_the_rest(saved, quick, tmp_path):
     )
     assert list(scores["tasks"]) == ["Good", "STS17"] and not scores["errors"]
     kept = read_scores(tmp_path / "out" / f"{saved.name}-float32")
-    assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # they are still to be done
+    assert set(kept["errors"]) == {"STS12", "NFCorpus", "STS13"}  # these tasks still have to be run
 
 
 def test_a_broken_task_folder_is_one_error(saved, quick, tmp_path):
-    """Whatever is broken: its notes, its packed file, its name, its files' permissions or form."""
+    """Each thing that can be broken: notes, packed file, name, permissions or form."""
     data = tmp_path / "data"
     pairs = [{"sentence1": w, "sentence2": w[:3], "score": i % 3} for i, w in enumerate(WORDS[:30])]
     for name in ("Good", "BadNotes", "BadNotes2", "NotText", "NoTask"):
@@ -548,7 +553,7 @@ def test_an_error_deletes_no_score(saved, quick, tmp_path):
     assert (folder / "queries.json").read_text() == kept["queries.json"] and not read_scores(
         folder
     )["errors"]
-    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was done again")) == first | {
+    assert evaluate(saved, **quick, say=lambda text: pytest.fail("it was run again")) == first | {
         "about": read_scores(folder)["about"]
     }
 
@@ -582,9 +587,7 @@ def test_unknown_names(saved, quick, tmp_path):
 
 
 def test_an_adapter_with_its_base(saved, quick, tmp_path):
-    """A checkpoint that is an adapter is evaluated with its base, and is another model than its
-    base.
-    """
+    """A checkpoint that is an adapter is evaluated with its base, and counts as a model of its own."""
     from anchor_embedding.model.loading import add_lora
 
     model = Embedder.from_pretrained(saved, dtype="float32")
@@ -608,7 +611,7 @@ def test_an_adapter_with_its_base(saved, quick, tmp_path):
     assert scores["tasks"]["Pairs"]["main_score"] != base["tasks"]["Pairs"]["main_score"]
 
 
-# ---- vectors are made once
+# ---- vectors are computed once
 
 
 def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, monkeypatch):
@@ -628,7 +631,7 @@ def test_a_corpus_is_encoded_once_for_all_tasks_that_share_it(saved, tmp_path, m
     assert len(asked) == len(set(asked)) == 70
     assert scores["tasks"]["First"]["main_score"] == scores["tasks"]["Second"]["main_score"]
     left = {path.name for path in (tmp_path / "out" / f"{saved.name}-float32").iterdir()}
-    assert left == {"scores.json", "queries.json"}  # the vectors are gone
+    assert left == {"scores.json", "queries.json"}  # the vectors are deleted
 
 
 def test_a_killed_evaluation_goes_on_with_the_vectors_it_had(saved, tmp_path, monkeypatch):
@@ -685,7 +688,7 @@ def test_several_replicas_give_the_scores_of_one(saved, quick, tmp_path):
 
 
 def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, capsys):
-    """The bar ends at its total, however much of a task was looked up."""
+    """The bar ends at its total, however many vectors of a task came from the cache."""
     from anchor_embedding.common.progress import LogLines
 
     bars = []
@@ -701,7 +704,7 @@ def test_progress_counts_characters_over_all_tasks(saved, quick, monkeypatch, ca
     assert bars[0].n == bars[0].total > 0 and "s left  Pairs" in capsys.readouterr().err
 
 
-# ---- along a run
+# ---- during a run
 
 
 def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
@@ -739,7 +742,7 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     )
     found = [scores["tasks"]["Pairs"]["main_score"] for scores in swept]
     assert found == pytest.approx([line["score"] for line in logged[1:]], abs=1e-3)
-    # a line more where merged weights round to another score
+    # one more line if merged weights round to another score
     lines = read_log(run / "evals.jsonl")
     assert lines[:3] == logged and {line["step"]: line["score"] for line in lines} | {0: 0} == {
         0: 0,
@@ -784,7 +787,7 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
 
 
 def test_importing_does_not_load_mteb():
-    """It takes seconds to load; only an evaluation needs it."""
+    """Importing it takes seconds, so only an evaluation does it."""
     code = (
         "import sys, anchor_embedding.evaluate.sweep, anchor_embedding.evaluate.tasks; "
         "sys.exit(any(m in sys.modules for m in ('mteb', 'datasets')))"
@@ -822,7 +825,9 @@ def test_cheap_real_tasks_agree_with_mteb(name):
 @needs_data
 @pytest.mark.slow
 def test_every_real_task(tmp_path):
-    """Every folder runs, with a tiny model, and equals mteb's own run on the same vectors."""
+    """Every folder runs with a tiny model and gives the scores of mteb's own run on the same
+    vectors.
+    """
     names = [path.name for kind in REAL.iterdir() if kind.is_dir() for path in kind.iterdir()]
     tiny(template="chat", max_length=96).save_pretrained(tmp_path / "tiny")
     scores = evaluate(

@@ -1,5 +1,5 @@
-"""The ceiling of the anchor gain: the command against a plain loop over strings, in every precision
-and form of model, and what it refuses.
+"""The ceiling of the anchor gain: the command compared with a plain loop over strings, in every
+precision and form of model, and the inputs it refuses.
 """
 
 import json
@@ -24,8 +24,8 @@ SIDES = {"q2d": ("query", "positive"), "d2q": ("positive", "query")}
 
 @torch.no_grad()
 def naive_loss(folder, rows, direction, line_break="\n"):
-    """Nats per token of all targets after their own counterparts, from strings, with transformers
-    alone.
+    """Nats per token of all targets after their own counterparts, computed from strings with
+    transformers alone.
     """
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -152,7 +152,7 @@ def test_refused_in_one_line(base, pairs, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def few(base):
-    """Four pairs as tokens, and what a decoder's ceilings for them are."""
+    """Four pairs as tokens, and a decoder's ceilings for them."""
     decoder = load_decoder(str(base))
     tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(base), max_length=64)
     examples = [Example(line[:20], line[20:]) for line in LINES[:4]]

@@ -52,7 +52,7 @@ def failure(capsys, *arguments):
 
 
 def command(*arguments, **options):
-    """`anchor …` in a process of its own."""
+    """Runs `anchor …` in a separate process."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", "import sys; from anchor_embedding.cli import main; "
@@ -139,7 +139,7 @@ def test_alpha_is_the_weight_of_q2d(base, pairs, capsys):
 
 
 def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
-    """Stage I, Stage II on its result, vectors of a file: the paper's way through the command line."""
+    """Stage I, Stage II on its result, vectors of a file: the paper's method on the command line."""
     assert (
         main(
             [
@@ -207,9 +207,7 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
 
 
 def test_reading_opens_as_stage_one_did(base, pairs, tmp_path, capsys):
-    """The opening of Stage I goes along with Stage II, and is that of `anchor read` unless another
-    one is asked for.
-    """
+    """Stage II keeps the opening of Stage I, and `anchor read` uses it unless given another."""
     assert (
         main(
             [
@@ -268,7 +266,7 @@ def test_recipes_are_listed_and_shown(capsys):
 
 
 def test_the_nearest_name_is_said(base, pairs, capsys, tmp_path):
-    """Of options, also where another is missing; of objectives, benches and paths."""
+    """Misspelled options, also if another is missing; misspelled objectives, benches and paths."""
     for near, command in {
         "unknown: --inn, did you mean `--in`?": ["encode", "m", "--inn", "x", "--out", "y"],
         "did you mean `encode`?": ["bench", "encod"],
@@ -319,8 +317,8 @@ def test_bad_data_is_named(base, pairs, capsys, tmp_path):
 
 
 def test_a_refused_run_is_in_nobodys_way(base, pairs, capsys, tmp_path):
-    """Bad data, bad dimensions: the corrected command runs in the folder that was made for the
-    wrong one.
+    """After bad data or bad dimensions, the corrected command runs in the folder that the wrong one
+    created.
     """
 
     def arguments(*more):
@@ -389,7 +387,7 @@ def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tm
 
 
 def test_odd_but_usable_data(base, capsys, tmp_path):
-    """A lone surrogate, 10,000 tokens, one-letter texts: trained on, not tripped over."""
+    """Training survives a lone surrogate, 10,000 tokens and one-letter texts."""
     path = tmp_path / "odd.jsonl"
     rows = [
         {"query": "lone \ud800 half", "positive": "x"},
@@ -472,7 +470,7 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
 
 
 def check_approximate(capsys, words, exact, folder):
-    """The same hits through an index, and said to be approximate; bad input is one line."""
+    """An index gives the same hits and says that they are approximate; bad input gives one line."""
     assert "has no index; build it" in failure(capsys, *words, "--approximate")
     assert main(["index", str(folder)]) == 0
     assert f"an index of 40 vectors: {folder / 'index'}" in capsys.readouterr().err
@@ -496,7 +494,7 @@ def check_approximate(capsys, words, exact, folder):
 
 
 def test_no_folder_is_ever_replaced(base, pairs, capsys, tmp_path):
-    """A mistyped --out costs nobody their files."""
+    """A mistyped --out does not delete files."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
@@ -671,7 +669,7 @@ def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(
     assert [(line["step"], line["task"], line["metric"]) for line in read(one)] == [
         (step, "Pairs", "cosine_spearman") for step in (0, 2, 3)
     ]
-    # ranks may swap places
+    # equal hits may swap ranks
     assert [line["score"] for line in read(two)] == pytest.approx(
         [line["score"] for line in read(one)], abs=0.02
     )
@@ -698,7 +696,7 @@ def environment_of_launchers():
     (["-m", "anchor_embedding", "train", "--nproc=2"], 2),
     (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "anchor_embedding", "train"], 2),
     (["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no",
-      # it starts several on accelerators only
+      # it starts several processes only on accelerators
       "--dynamo_backend=no", "-m", "anchor_embedding", "train"], 1),
 ], ids=["nproc", "torchrun", "accelerate"])  # fmt: skip
 def test_every_launcher_trains(launcher, processes, base, pairs, tmp_path):
@@ -759,8 +757,8 @@ def test_environment_that_would_change_what_is_computed_is_refused(
         "DYNAMO_BACKEND": "INDUCTOR",
     }.get(name, "true")
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    told = failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run")
-    assert f"the environment has ACCELERATE_{name}={value}" in told and "unset it" in told
+    error = failure(capsys, "train", "stage1", *settings(base, pairs), "--out", tmp_path / "run")
+    assert f"the environment has ACCELERATE_{name}={value}" in error and "unset it" in error
 
 
 def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):

@@ -1,5 +1,5 @@
-"""The controls of Stage I as recipes: shuffled anchors and a language model, each against a loop
-over pairs on an untouched model.
+"""The controls of Stage I as recipes: shuffled anchors and a language model, each compared with a
+loop over pairs on an untouched model.
 """
 
 import json
@@ -37,7 +37,7 @@ def recipe(base, **settings):
 
 
 def first_batch(stage, examples):
-    """The examples of the first step, in the order of the plan, and the tokenizer."""
+    """The examples of the first step in the order of the plan, and the tokenizer."""
     tokenizer = prepare_tokenizer(stage, stage.base)
     data = make_data(stage, tokenizer, examples)
     return [examples[row] for row in data.plan.step(0)], tokenizer
@@ -45,8 +45,8 @@ def first_batch(stage, examples):
 
 @torch.no_grad()
 def shuffled_naively(chosen, tokenizer):
-    """Every text behind the anchor of another pair: the query of the pair before it, the document
-    of the pair after it.
+    """Every text is decoded from the anchor of another pair: that of the query before it, or of the
+    document after it.
     """
     model = tiny_model("llama")
     opening = torch.tensor(tokenizer.template.opening)
@@ -121,7 +121,7 @@ def test_the_gain_of_a_shuffled_run_is_that_of_its_own_pairs(base, examples, tmp
             (tmp_path / anchor / "metrics.jsonl").read_text().splitlines()[0]
         )
     for name in ("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"):
-        # of the untouched model, on the same pairs
+        # loss of the untouched model on the same pairs
         assert gains["own"][name] == gains["shuffled"][name]
     assert gains["own"]["loss"] != gains["shuffled"]["loss"]
 

@@ -1,5 +1,5 @@
-"""A large corpus takes no more memory than a small one; a job that is killed goes on without a gap
-and without a document twice; several processes show one line of progress.
+"""A large corpus needs no more memory than a small one; a killed job resumes without gaps or
+repeated documents; several processes show one line of progress.
 """
 
 import io
@@ -30,7 +30,7 @@ MEGABYTE = 2**20
 
 
 def write_texts(path, count: int) -> list[str]:
-    """A JSONL file of short texts that differ."""
+    """A JSONL file of different short texts."""
     texts = [f"{WORDS[i % 90]} {WORDS[i % 70]} {i}" for i in range(count)]
     rows = [json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(texts)]
     path.write_text("\n".join(rows))
@@ -42,7 +42,7 @@ def vectors_of(corpus: Corpus) -> np.ndarray:
 
 
 def started(*words, **options) -> subprocess.Popen:
-    """`anchor …` in a session of its own."""
+    """Runs `anchor …` in a separate session."""
     command = [sys.executable, "-m", "anchor_embedding", *map(str, words)]
     options = {"stderr": subprocess.DEVNULL, "start_new_session": True} | options
     return subprocess.Popen(command, **options)
@@ -73,8 +73,8 @@ for name in ("few", "many"):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Ten shards take at most 24 MB more than one. Kept, the vectors of the other nine would take
-    44 MB, their documents about as much.
+    """Ten shards need at most 24 MB more than one. The vectors of the other nine would take 44 MB
+    if kept, and their documents about as much.
     """
     write_texts(tmp_path / "few.jsonl", 5_000)
     write_texts(tmp_path / "many.jsonl", 50_000)
@@ -90,7 +90,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert many - few < 24 * MEGABYTE
 
 
-# ---- a stop
+# ---- interruption
 
 
 COUNT = 6_000
@@ -98,7 +98,7 @@ COUNT = 6_000
 
 @pytest.fixture(scope="module")
 def killed_corpus(base, tmp_path_factory):
-    """The folder of a corpus, its texts, and the vectors of a job that nothing stopped."""
+    """The folder of a corpus, its texts, and the vectors of an uninterrupted job."""
     home = tmp_path_factory.mktemp("corpus")
     texts = write_texts(home / "corpus.jsonl", COUNT)
     model = Embedder.from_pretrained(base, dtype="float32")
@@ -122,8 +122,9 @@ def all_of_them(parent: psutil.Process) -> list[psutil.Process]:
     "victims", [a_worker, the_parent, pytest.param(all_of_them, marks=pytest.mark.slow)]
 )
 def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victims):
-    """SIGKILL to a worker, to the process that started them, or to all at once, as when the machine
-    goes off: nothing runs on, what is there is whole, and `--resume` does the rest.
+    """SIGKILL to a worker, to the process that started the workers, or to all at once, as in a
+    power failure: no process survives, the finished shards are complete, and `--resume` does the
+    rest.
     """
     home, texts, wanted = killed_corpus
     words = ["encode", base, "--in", home / "corpus.jsonl", "--out", tmp_path / "vectors"]
@@ -143,7 +144,7 @@ def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victi
     children = parent.children()
     for process in victims(parent):
         process.kill()
-    # the others are ended with the one that was killed
+    # the others are ended too
     assert job.wait(timeout=60) != 0
     psutil.wait_procs(children, timeout=10)
     assert not any(process.is_running() for process in children)
@@ -162,7 +163,7 @@ def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victi
 
 
 def on_a_terminal(*words) -> list[str]:
-    """The lines, redrawn ones too, that a command writes to a terminal of 100 columns."""
+    """The lines, including redrawn ones, that a command writes to a terminal of 100 columns."""
     screen, end = pty.openpty()
     ioctl(end, TIOCSWINSZ, pack("HHHH", 40, 100, 0, 0))
     job = started(*words, stderr=end)
@@ -171,7 +172,7 @@ def on_a_terminal(*words) -> list[str]:
     while True:
         try:
             part = os.read(screen, 65536)
-        except OSError:  # nobody has the terminal open any more
+        except OSError:  # no process has the terminal open any more
             break
         if not part:
             break
@@ -183,7 +184,7 @@ def on_a_terminal(*words) -> list[str]:
 
 @pytest.mark.thorough
 def test_several_processes_show_one_line(base, tmp_path):
-    """One bar, that of the first process, which begins at what was there before a stop."""
+    """One bar, that of the first process; after an interruption it begins at what was done before."""
     write_texts(tmp_path / "corpus.jsonl", 3_000)
     words = ["encode", base, "--in", tmp_path / "corpus.jsonl", "--out", tmp_path / "vectors"]
     words += ["--dtype", "float32", "--shard-size", "500", "--nproc", "2"]
@@ -195,13 +196,13 @@ def test_several_processes_show_one_line(base, tmp_path):
     assert counts == sorted(counts) and counts[0] == 0 and 1_500 <= counts[-1] <= 3_000, lines
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", bars[-1]), bars[-1]
 
-    (tmp_path / "vectors" / "shard-00004.parquet").unlink()  # of the first process
+    (tmp_path / "vectors" / "shard-00004.parquet").unlink()  # the shards of the first process
     lines = on_a_terminal(*words, "--resume")
     assert " 2500/3000 " in lines[0], lines
 
 
 def test_the_line_counts_what_other_processes_write(base, tmp_path, monkeypatch):
-    """The bar of the first of two processes ends at all documents when the other is done first."""
+    """The bar of the first of two processes reaches all documents even if the other finishes first."""
     write_texts(tmp_path / "corpus.jsonl", 90)
     model = Embedder.from_pretrained(base, dtype="float32")
     settings = CorpusSettings(shard_size=10)
@@ -211,7 +212,7 @@ def test_the_line_counts_what_other_processes_write(base, tmp_path, monkeypatch)
 
     def meanwhile(path, *rest):
         write(path, *rest)
-        for number in range(1, 9, 2):  # those of the second process
+        for number in range(1, 9, 2):  # the shards of the second process
             shutil.copy(tmp_path / "whole" / f"shard-{number:05d}.parquet", path.parent)
 
     bars = []

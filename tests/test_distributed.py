@@ -1,4 +1,4 @@
-"""Groups of 2 and 4 processes (gloo, CPU) compute the gradients of one process and train to its weights: both stages,
+"""Groups of 2 and 4 processes (gloo, CPU) compute the gradients of one process and reach its weights: both stages,
 tied and untied heads, LoRA and full tuning, DDP and FSDP2, whole batches and many micro-batches (GradCache)."""
 
 import itertools
@@ -46,7 +46,7 @@ MATRIX = list(itertools.product(STAGES, ("tied", "untied"), TUNING, BUDGETS))
 
 
 def start(folder, processes, tasks):
-    """Run tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed
+    """Runs tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed
     process.
     """
     task_file = folder / f"tasks{processes}-{len(list(folder.iterdir()))}.json"
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def groups(folder):
-    """{(processes, sharding, case): [(tensors, losses) of every rank]}, every group of processes
+    """{(processes, sharding, case): [(tensors, losses) of every rank]}; every group of processes is
     started once.
     """
     found = {}
@@ -171,8 +171,8 @@ def test_rows_are_gathered_where_processes_hold_different_numbers(tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed(folder):
-    """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded and by
-    one whole process.
+    """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded
+    processes and by one unsharded process.
     """
     settings = {"checkpoint_every": 2, "eval_every": 2, "sharding": "fsdp"}
     recipes = {
@@ -217,8 +217,8 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["paper", "released"])
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
-    """One process and two log the same, also where each of the two holds one pair, in JSON that
-    every reader can read.
+    """One process and two write the same log, also if each of the two has one pair, in JSON that
+    every reader accepts.
     """
     released = {"objective": "released", "micro_batch_size": 1} if kind == "released" else {}
     for pairs in (8, 2):
@@ -249,7 +249,7 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
 
 @pytest.mark.thorough
 def test_processes_share_an_evaluation(folder):
-    """1, 2 and 4 processes find the same figures, each having encoded a share of the texts."""
+    """1, 2 and 4 processes give the same figures, each encoding a share of the texts."""
     recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
     found = {}
     for processes in (1, 2, 4):
@@ -273,7 +273,7 @@ def test_processes_share_an_evaluation(folder):
 
 @pytest.mark.thorough
 def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
-    """Norms whose weights bfloat16 cannot hold: two sharded processes still find one process's
+    """Norms whose weights bfloat16 cannot represent: two sharded processes still give one process's
     losses.
     """
     for kind in ("llama", "qwen3"):
@@ -285,7 +285,7 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
         model.save_pretrained(folder / f"{kind}-norms")
         tiny_tokenizer("smollm2").save_pretrained(folder / f"{kind}-norms")
     # so slow that weights hardly move: training multiplies differences of rounding, which are not
-    # the question here
+    # tested here
     settings = {"dtype": "bfloat16", "sharding": "fsdp", "learning_rate": 1e-5}
     for stage, kind, again in (("reconstruction", "llama", True), ("contrastive", "qwen3", False)):
         recipe = recipe_of(
@@ -310,8 +310,9 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
 
 @pytest.mark.thorough
 def test_lower_precision_noise_and_recomputation(folder):
-    """In bfloat16 with activation checkpointing, sharded or not: losses of one process; with LoRA dropout (noise of its
-    own on every rank) the ranks still hold equal weights."""
+    """In bfloat16 with activation checkpointing, sharded or not: losses of one process; with LoRA
+    dropout (different noise on every rank) the ranks still hold equal weights.
+    """
     settings = {"activation_checkpointing": True, "dtype": "bfloat16", "learning_rate": 1e-5}
     quiet = recipe_of(folder, "reconstruction", "tied", "full", "parts").replace(**settings)
     noisy = recipe_of(folder, "contrastive", "tied", "lora", "parts").replace(
@@ -360,7 +361,7 @@ end_process(0)
 
 @pytest.mark.thorough
 def test_all_processes_take_the_choice_of_the_one_with_least_memory(folder, tmp_path):
-    """What a recipe leaves to the machine is chosen alike, though one process could take more."""
+    """All processes choose the same automatic settings, though one of them could take more."""
     automatic = {"activation_checkpointing": "auto", "token_budget": "auto"}
     (tmp_path / "recipe.toml").write_text(
         recipe_of(folder, "contrastive", "tied", "lora", "whole", **automatic).to_toml()

@@ -1,5 +1,5 @@
-"""An exported model in other programs: the same ids and the same vectors, whatever the tokenizer,
-the padding and the attention.
+"""An exported model gives the same ids and the same vectors in other programs, for every tokenizer,
+padding and attention.
 """
 
 import gzip
@@ -44,8 +44,8 @@ MODELS = {
     "mistral": "mistral",
     "gemma": "gemma3_text",
 }
-# the classes that published tokenizers declare, and flags of theirs that make transformers write a
-# post-processor of its own
+# the classes that published tokenizers declare, and flags of theirs that make transformers write
+# its own post-processor
 DECLARED = {
     "qwen2": {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False},
     "qwen3": {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False},
@@ -71,8 +71,8 @@ NASTY += sorted({f"a{token} {token}b" for traits in KINDS.values() for token in 
 
 @pytest.fixture(scope="module")
 def texts():
-    """A hundred real texts: of the evaluation's own data where they are, else of the documentation
-    of a package.
+    """A hundred real texts: of the evaluation's data if present, otherwise of a package's
+    documentation.
     """
     if data := os.environ.get("ANCHOR_DATA"):
         found = []
@@ -122,7 +122,7 @@ def load(folder, **options):
 
 
 def worst(a, b):
-    """The smallest cosine between rows of the same text."""
+    """The smallest cosine between rows for the same text."""
     assert a.shape == b.shape and np.isfinite(a).all()
     return ((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min()
 
@@ -159,7 +159,7 @@ def test_released_template(tmp_path, texts, kind):
     theirs = load(export_embedder(embedder, tmp_path / "exported"))
     assert worst(theirs.encode(texts), embedder.encode(texts)) > 0.9999
     again = Embedder.from_pretrained(tmp_path / "exported", device="cpu")
-    # a header stands once, not twice
+    # the header occurs once, not twice
     assert again.tokenizer.template == embedder.tokenizer.template
 
 
@@ -212,8 +212,8 @@ def test_poolings(tmp_path, texts, pooling):
 
 
 def test_exported_again(tmp_path, texts):
-    """An exported model is a model: it can be loaded, exported, saved as one of ours; and its dtype
-    stays.
+    """An exported model can be loaded, exported, and saved as one of ours; its dtype stays the
+    same.
     """
     make(tmp_path / "model")
     export_embedder(load_embedder(tmp_path / "model", "bfloat16", "cpu"), tmp_path / "half")
@@ -224,7 +224,7 @@ def test_exported_again(tmp_path, texts):
     plain = Embedder.from_pretrained(
         tmp_path / "ours", dtype="float32", device="cpu", template="plain"
     )
-    # the tokenizer is that of training, not the exported one
+    # the tokenizer of training, not the exported one
     assert plain.tokenizer.template.header == ()
     assert (
         worst(
@@ -242,13 +242,13 @@ def test_mteb(tmp_path, texts):
     from torch.utils.data import DataLoader
 
     embedder = make(tmp_path / "model", "llama3")
-    told = {
+    instructions = {
         "query": "find",
         "STS12": "retrieve alike",
         "SciFact-query": "given a claim",
         "Banking77Classification": "classify",
     }
-    folder = export_embedder(embedder, tmp_path / "exported", instructions=told)
+    folder = export_embedder(embedder, tmp_path / "exported", instructions=instructions)
     wrapper = SentenceTransformerEncoderWrapper(str(folder), device="cpu")
     query = PromptType.query
     document = PromptType.document
@@ -277,7 +277,7 @@ def test_mteb(tmp_path, texts):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, base):
-    """Two stages of training, the second from the first."""
+    """Two stages of training, the second on the result of the first."""
     place = tmp_path_factory.mktemp("runs")
     words = PROSE.split()
     rows = [
@@ -326,12 +326,12 @@ def test_card(tmp_path, run, base):
     assert "sentence-transformers" in header["tags"]
     cards = find_cards(run / "final")
     assert [found["recipe"]["objective"] for found in cards] == ["reconstruction", "contrastive"]
-    told = [
+    expected = [
         *(found["fingerprint"] for found in cards),
         cards[1]["competitors"],
         f"| temperature | {cards[1]['recipe']['temperature']} |",
     ]
-    for text in (*told, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
+    for text in (*expected, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
         assert text in card.text, text
     assert (
         "Differences from the paper" in card.text
@@ -344,13 +344,13 @@ def test_card(tmp_path, run, base):
         and str(run.parent) not in card.text
     )
     prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
-    assert prompts == {"query": "", "document": ""}  # trained without instructions
+    assert prompts == {"query": "", "document": ""}  # it was trained without instructions
     for block in card.text.split("```python")[1:]:
         compile(block.split("```")[0], "card", "exec")
 
 
 def test_checkpoint_of_a_run(tmp_path, run, texts):
-    """A checkpoint is an adapter on its base, and has the card of its run."""
+    """A checkpoint that is an adapter on its base is exported with the card of its run."""
     folder = export_embedder(run / "step-000002", tmp_path / "exported", adapter=True)
     assert "lora" in ModelCard.load(folder / "README.md").data.to_dict()["tags"]
     assert (
@@ -363,7 +363,7 @@ def test_checkpoint_of_a_run(tmp_path, run, texts):
 
 
 class Hub:
-    """Stands in for the hub: remembers what it was asked for."""
+    """Stands in for the hub and records the requests."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -393,7 +393,7 @@ def test_push(tmp_path, monkeypatch):
 
 
 def test_push_an_adapter(tmp_path, monkeypatch):
-    """What is pushed names a base that others have, or is not pushed."""
+    """A pushed model names a base that others can load; otherwise it is not pushed."""
     calls = []
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(calls))
     embedder = with_adapter(make(tmp_path / "model"))
@@ -439,7 +439,7 @@ for base, revision in (("owner/merged", "0" * 40), (sys.argv[2], None)):
 
 @pytest.mark.thorough
 def test_from_the_hub(tmp_path, texts):
-    """By its name on the hub, here from the hub's cache, a model is what it is in a folder."""
+    """A model loaded by its hub name, here from the hub's cache, equals the one in a folder."""
     embedder = with_adapter(make(tmp_path / "model", "mistral"))
     for name in ("merged", "adapter"):
         repository = tmp_path / "hub" / f"models--owner--{name}"
@@ -463,7 +463,7 @@ def test_from_the_hub(tmp_path, texts):
 
 
 def test_push_without_a_hub(tmp_path):
-    """No network, no credentials: one clear error, the export stays."""
+    """Without network or credentials there is one clear error, and the export stays."""
     (tmp_path / "README.md").write_text("a model")
     for name in ("owner/name", "no such name/"):
         with pytest.raises(

@@ -1,5 +1,5 @@
-"""A full disk at any moment of a run: one clear error, nothing half-written, the last good state
-intact.
+"""A full disk at any moment of a run gives one clear error; nothing is half-written, and the last
+good state stays intact.
 """
 
 import json
@@ -33,7 +33,7 @@ sys.exit(main(sys.argv[3:]))
 
 
 def train(tmp_path, limited_step, limit, *more):
-    """`anchor train` with a limit on file sizes from the checkpoint of a step on."""
+    """`anchor train` with a limit on file sizes, from the checkpoint of a step."""
     pairs = tmp_path / "pairs.jsonl"
     rows = [
         {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
@@ -61,7 +61,7 @@ def train(tmp_path, limited_step, limit, *more):
 
 
 @pytest.mark.thorough
-# inside the weights; behind them, inside the optimizer's state
+# inside the weights; after them, inside the optimizer's state
 @pytest.mark.parametrize("limit", [20_000, 120_000])
 def test_full_disk_while_saving(tmp_path, limit):
     done = train(tmp_path, 4, limit)
@@ -101,7 +101,7 @@ def test_damaged_checkpoint_is_named(tmp_path, name):
 
 @pytest.mark.thorough
 def test_full_disk_while_encoding(tmp_path):
-    """What was finished stays, and once there is room again the rest is encoded."""
+    """Finished shards stay, and the rest is encoded once there is room again."""
     train(tmp_path, -1, 0)
     (tmp_path / "texts.txt").write_text("one text\n" * 500)
     code = (

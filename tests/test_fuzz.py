@@ -1,6 +1,6 @@
-"""Bad inputs of every command and kind: exit code 2, one line, nothing written.
+"""Bad inputs of every command and kind give exit code 2 and one line, and write nothing.
 
-A sample here, every case with `--run-slow`; the counts of a whole run are in `tests/fuzz.json`.
+By default a sample runs, with `--run-slow` every case; `tests/fuzz.json` has the counts of a complete run.
 """
 
 import json
@@ -52,7 +52,9 @@ def test_the_record_is_of_a_whole_run():
 
 
 def test_a_damaged_store_of_the_same_size_is_made_again(tmp_path, monkeypatch):
-    """At places all over the file: the store is read again, and the message names its file."""
+    """With damage at many places in the file, either the store is read again, or the message names
+    its file.
+    """
     monkeypatch.setenv("ANCHOR_CACHE", str(tmp_path / "cache"))
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"query": f"query {i}", "positive": f"document {i}"} for i in range(50)]
@@ -72,7 +74,7 @@ def test_a_damaged_store_of_the_same_size_is_made_again(tmp_path, monkeypatch):
 
 
 def test_a_damaged_shard_of_the_same_size_is_named(place):
-    """Its pages have checksums: no byte of a vector changes without notice."""
+    """Its pages have checksums, so no byte of a vector can change unnoticed."""
     good, _ = place
     corpus = Corpus(good / "vectors")
     shard = good / "vectors" / "shard-00001.parquet"
@@ -92,7 +94,7 @@ def test_a_damaged_shard_of_the_same_size_is_named(place):
             except InputError as error:
                 assert "shard-00001" in str(error)
                 noticed += 1
-            else:  # a byte of a page's head that nothing depends on
+            else:  # a byte of a page's header on which nothing depends
                 np.testing.assert_array_equal(np.concatenate(found), vectors_before)
         assert noticed > 40
     finally:

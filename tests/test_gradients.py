@@ -1,5 +1,5 @@
-"""Stage I compares its gradient in float32 with that in the run's dtype: the figure, the warning,
-and that nothing else changes.
+"""Stage I compares its gradient in float32 with that in the run's dtype: the figure and the warning
+are right, and nothing else changes.
 """
 
 import json
@@ -46,7 +46,9 @@ def quiet(text):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A model whose gradient bfloat16 rounds a little, and one whose gradient does not survive it."""
+    """A model whose gradient changes little when rounded to bfloat16, and one whose gradient does
+    not survive it.
+    """
     folder = tmp_path_factory.mktemp("gradients")
     for name, settings in {
         "calm": {"initializer_range": 0.1},
@@ -64,7 +66,7 @@ def recipe_of(bases, base="calm", **settings):
 
 
 def naive_cosine(recipe):
-    """Two models loaded one after the other, two plain backward passes."""
+    """Two models loaded one after the other, with two plain backward passes."""
     flat = []
     for dtype in ("float32", "bfloat16"):
         embedder, _ = prepare_embedder(recipe.replace(dtype=dtype), torch.device("cpu"), say=quiet)
@@ -184,7 +186,7 @@ def test_a_run_is_the_same_with_and_without(bases, tmp_path, settings):
     )
     assert all(torch.equal(resumed[key], final["without"][key]) for key in resumed)
     assert json.loads(card.read_text())["gradients"] == kept, (
-        "a run that goes on keeps what was found at its start"
+        "a resumed run keeps what was measured at its start"
     )
 
 
@@ -263,10 +265,10 @@ def test_the_command_line_says_it(bases, tmp_path, capsys):
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     assert main(["train", "stage1", "--dry-run", *words]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out.splitlines()[-1])["gradient_cosine"] < 0.9
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["gradient_cosine"] < 0.9
     assert [
         line
-        for line in told.err.splitlines()
+        for line in printed.err.splitlines()
         if line.startswith("note: over 2 pairs Stage I's gradients")
     ]

@@ -1,5 +1,5 @@
-"""No text that a run is judged by is trained on: looked at in what `train` is given and what is
-encoded, whatever the data.
+"""No text that a run is evaluated on is trained on, whatever the data: the tests look at what
+`train` is given and what is encoded.
 """
 
 import json
@@ -24,8 +24,9 @@ def words(start, number):
 
 
 def write_pairs(path):
-    """Forty pairs that share their texts: one positive for two queries, in another case or with other spaces, a positive that is
-    a query elsewhere, and positives of others as negatives."""
+    """Forty pairs that share their texts: one positive for two queries, positives that differ only
+    in case or spaces, a positive that is also a query, and positives of other pairs as negatives.
+    """
     documents = [f"{words(3 * i, 9)} {i}" for i in range(30)]
     rows = [
         {
@@ -51,7 +52,7 @@ def write_pairs(path):
 
 
 def run(way, data, base, out):
-    """A pipeline or a tournament on pairs of this source."""
+    """Runs a pipeline or a tournament on pairs of this source."""
     settings = [f"base={base}", f"data={data}", "batch_size=8", "max_length=24", "dtype=float32"]
     quiet = {"progress": False, "say": lambda text: None}
     if way == "pipeline":
@@ -63,18 +64,20 @@ def run(way, data, base, out):
 
 @pytest.fixture
 def seen():
-    """The pairs that were trained on, and the texts that were encoded, which is done only to judge."""
-    given = []
-    judged = set()
+    """The pairs that were trained on, and the texts that were encoded, which is done only in
+    evaluation.
+    """
+    trained = []
+    evaluated = set()
     train = pipeline.train
     encode = Embedder.encode
 
     def watched_train(recipe, out, examples, *arguments, **settings):
-        given.extend(examples)
+        trained.extend(examples)
         return train(recipe, out, examples, *arguments, **settings)
 
     def watched_encode(embedder, texts, *arguments, **settings):
-        judged.update([texts] if isinstance(texts, str) else texts)
+        evaluated.update([texts] if isinstance(texts, str) else texts)
         return encode(embedder, texts, *arguments, **settings)
 
     few = partial(docstring_pairs, packages=["joblib", "peft"])
@@ -83,10 +86,10 @@ def seen():
         mock.patch.object(Embedder, "encode", watched_encode),
         mock.patch.object(pipeline, "docstring_pairs", few),
     ):
-        yield given, judged
+        yield trained, evaluated
 
 
-def alike(texts):
+def plain_texts(texts):
     return {" ".join(text.casefold().split()) for text in texts}
 
 
@@ -96,19 +99,19 @@ def test_no_judged_text_is_trained_on(seen, base, tmp_path, way, data):
     if data == "pairs":
         write_pairs(tmp_path / "pairs.jsonl")
     run(way, tmp_path / "pairs.jsonl" if data == "pairs" else data, base, tmp_path / "out")
-    given = seen[0]
-    judged = alike(seen[1])
-    assert len(judged) >= 25 and len(given) >= 8, "both must have been seen"
+    trained = seen[0]
+    evaluated = plain_texts(seen[1])
+    assert len(evaluated) >= 25 and len(trained) >= 8, "training and evaluation must both have run"
     for side in (
         lambda pair: [pair.query],
         lambda pair: [pair.positive],
         lambda pair: pair.negatives,
     ):
-        assert not judged & alike(text for pair in given for text in side(pair))
+        assert not evaluated & plain_texts(text for pair in trained for text in side(pair))
 
 
 def texts_of(pairs):
-    return alike(text for pair in pairs for text in (pair.query, pair.positive))
+    return plain_texts(text for pair in pairs for text in (pair.query, pair.positive))
 
 
 @pytest.mark.thorough
@@ -178,5 +181,6 @@ def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
             progress=False,
             say=str,
         )
-        assert alike(seen[1]) == texts_of(pairs) and not alike(seen[1]) & texts_of(hidden)
+        evaluated = plain_texts(seen[1])
+        assert evaluated == texts_of(pairs) and not evaluated & texts_of(hidden)
         assert report["card"]["judged_by"] == part

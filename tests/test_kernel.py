@@ -1,7 +1,7 @@
 """Notebooks as a reader runs them: in JupyterLab's kernel, every cell from top to bottom, from a fresh copy.
 
-Run All knows nothing of `#| slow` and `#| cuda`, so these cells run here too. Two quick notebooks run always; with
-`--run-slow` all of them do (`pytest tests/test_kernel.py --run-slow --durations=0` says how long each takes)."""
+Run All does not know `#| slow` and `#| cuda`, so these cells run here too. Two quick notebooks always run; `--run-slow`
+runs them all (`pytest tests/test_kernel.py --run-slow --durations=0` shows how long each takes)."""
 
 import json
 import os
@@ -33,9 +33,7 @@ def fresh_copy(notebook: Path, folder: Path) -> Path:
 
 
 class Client(nbclient.NotebookClient):
-    """Counts how often each display that can be updated was drawn, and remembers the cells that
-    hold one.
-    """
+    """Counts how often each updatable display was drawn, and remembers the cells that have one."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -50,7 +48,7 @@ class Client(nbclient.NotebookClient):
 
 
 def run_all(path: Path, timeout: float = 1800) -> Client:
-    """Execute a notebook in place in a kernel of its own; a cell that raises ends it with its
+    """Executes a notebook in place in a new kernel; if a cell raises, the execution ends with its
     traceback.
     """
     notebook = nbformat.read(path, as_version=4)
@@ -65,8 +63,9 @@ def run_all(path: Path, timeout: float = 1800) -> Client:
 
 
 def keep_what_lasts(path: Path, into: Path) -> Path:
-    """A copy without progress bars, and without the plain text of what JupyterLab shows as HTML: pandas breaks it to the
-    width of a terminal."""
+    """A copy without progress bars, and without the plain text of what JupyterLab shows as HTML,
+    because pandas breaks it at the width of a terminal.
+    """
     notebook = nbformat.read(path, as_version=4)
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
@@ -79,8 +78,8 @@ def keep_what_lasts(path: Path, into: Path) -> Path:
 
 
 def comparable(path: Path) -> set[str]:
-    """Ids of the cells in front of the first one that the tests of notebooks leave out: later ones
-    show what it made.
+    """Ids of the cells before the first one that the tests of notebooks leave out; later ones show
+    its results.
     """
     ran = executed_ids(path, cell_flags())
     kept = set()
@@ -109,7 +108,7 @@ def check(notebook: Path) -> Client:
             keep_what_lasts(path, Path(folder) / name)
             for path, name in ((notebook, "old"), (copy, "new"))
         )
-        # what is live is not the same elsewhere
+        # live outputs differ elsewhere
         faults = compare(*lasting, comparable(notebook) - client.live)
         assert not faults, "\n\n".join(faults)
         return client
@@ -161,13 +160,13 @@ for query in ("<i>a & b</i>", " "):
     box.value = query
     print(shown.value)
 """
-HIDDEN = 'import sys\nsys.modules["ipywidgets"] = None'  # as if it were not installed
+HIDDEN = 'import sys\nsys.modules["ipywidgets"] = None'  # as if ipywidgets were not installed
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     """A notebook that trains with a live curve in a kernel without ipywidgets, and then searches
-    with them.
+    with it.
     """
     path = tmp_path_factory.mktemp("live") / "live.ipynb"
     sources = [HIDDEN, "import json" + LIVE, TRAIN, LAST, 'del sys.modules["ipywidgets"]', SEARCH]

@@ -1,5 +1,5 @@
-"""Runs that die at any moment go on to the same bits; runs that must end say so in one line and
-keep what was good.
+"""Runs that are killed at any moment resume to the same bits; runs that must end say so in one line
+and keep what was good.
 """
 
 import itertools
@@ -43,7 +43,7 @@ TUNING = {
     "full": {},
     "lora": {"tuning": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.5},
 }
-# the optimizer is called once a step, whatever else training does
+# the optimizer is called once per step, whatever else training does
 AT_STEP = """
 import itertools, os, torch
 real, count = torch.optim.AdamW.step, itertools.count(1)
@@ -60,7 +60,7 @@ torch.optim.AdamW.step = step
 
 @pytest.fixture(scope="module")
 def driver():
-    """A process that has imported everything; called with a task, it gives exit code and seconds."""
+    """A process that has imported everything; called with a task, it returns exit code and seconds."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -84,7 +84,7 @@ def driver():
 
 @dataclass
 class Run:
-    """A recipe, its data and its folder; calling it is `anchor train --resume`."""
+    """A recipe, its data and its folder; calling it runs `anchor train --resume`."""
 
     driver: object
     home: Path
@@ -99,7 +99,7 @@ class Run:
         return (self.home / "log").read_text()
 
     def __call__(self, **task):
-        """Exit code of one start."""
+        """The exit code of one start."""
         arguments = ["train", str(self.home / "recipe.toml"), "--out", str(self.folder), "--resume"]
         done = self.driver(
             {
@@ -113,7 +113,7 @@ class Run:
         return done["code"]
 
     def message(self):
-        """The one line of a run that was ended on purpose."""
+        """The one line printed by a run that was ended on purpose."""
         assert "Traceback" not in self.log, self.log
         (line,) = [line for line in self.log.splitlines() if line.startswith("anchor: ")]
         return line
@@ -132,8 +132,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def counts():
-    """Kills by test and by kind, every one followed by a resumption to the same bits. They are
-    written to the file that `KILLS_FILE` names: the committed `kills.json` came from
+    """Kills by test and by kind, each followed by a resumption to the same bits. They are written
+    to the file that `KILLS_FILE` names: the committed `kills.json` came from
     `KILLS_FILE=tests/kills.json pytest -n0 tests/test_kill.py --run-slow -k killed`.
     """
     kept = {}
@@ -148,7 +148,7 @@ def counts():
 
 @pytest.fixture
 def prepare(tmp_path, base, driver):
-    """A run that has not begun, beside `whole`, one that nothing has disturbed."""
+    """A run that has not begun, and an undisturbed one, `whole`."""
 
     def make(stage, tuning="full", **settings):
         pairs = [
@@ -169,8 +169,8 @@ def prepare(tmp_path, base, driver):
 
 
 def check_same(run, whole):
-    """The same files, bit by bit the same weights, every step once with the same figures, nothing
-    left aside.
+    """The same files, bitwise equal weights, every step once with the same figures, and no files
+    left over.
     """
     weights, expected = (
         load_file(each.folder / "final" / "model.safetensors") for each in (run, whole)
@@ -193,8 +193,8 @@ def check_same(run, whole):
 
 
 def ways_to_die(seed, whole):
-    """An endless series: after a random time, at a random file operation, in the middle of writing
-    a checkpoint's file.
+    """Endless kinds of kills: after a random time, at a random file operation, in the middle of
+    writing a checkpoint's file.
     """
     chance = random.Random(seed)
     largest = max(path.stat().st_size for path in whole.folder.glob("step-*/*.safetensors"))
@@ -215,8 +215,8 @@ def ways_to_die(seed, whole):
 
 
 def kill_often(run, whole, kills, seed):
-    """Start again and again until so many starts were killed; then let it end. Returns how often it
-    was killed in which way.
+    """Starts a run until this many starts have been killed, then lets it end. Returns how often it
+    was killed in each way.
     """
     killed = Counter()
     for kind, task in ways_to_die(seed, whole):
@@ -224,7 +224,7 @@ def kill_often(run, whole, kills, seed):
         assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ), run.log
         if code == 0:
             check_same(run, whole)
-            shutil.rmtree(run.folder)  # it got to its end: from the beginning
+            shutil.rmtree(run.folder)  # it reached its end, so start from the beginning
         else:
             killed[kind] += 1
         if killed.total() == kills:
@@ -292,7 +292,7 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
     check_same(run, whole)
 
 
-# ---- asked to stop
+# ---- requests to stop
 
 
 @pytest.mark.parametrize(("number", "moment"), [
@@ -400,7 +400,7 @@ def test_data_vanishes(prepare):
 
 
 def test_data_vanishes_while_training(prepare):
-    """What was read stays readable: the run goes on to its end."""
+    """The data that were read stay readable, so the run continues to its end."""
     run, whole = prepare("reconstruction")
     assert (
         run(before=AT_STEP.format(step=3, code=f"os.remove({str(run.home / 'pairs.jsonl')!r})"))

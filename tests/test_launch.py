@@ -1,4 +1,6 @@
-"""Launched processes: their errors, their end with their watcher, their logs, and runs that go on."""
+"""Launched processes: their errors, their logs, their end when their watcher ends, and resumed
+runs.
+"""
 
 import json
 import os
@@ -23,7 +25,7 @@ from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.stage import train
 
 WORDS = PROSE.split()
-# python imports this module at its start: the processes of the ranks FAULT_RANK do FAULT in every
+# python imports this module when it starts: processes of the ranks FAULT_RANK run FAULT in every
 # step
 FAULT = """
 import os
@@ -48,7 +50,7 @@ START = "import json, sys; from anchor_embedding.train.launch import launch; fro
 
 @pytest.fixture
 def recipe(tmp_path, base, monkeypatch):
-    """A small run, and processes that can be made to fail."""
+    """A small run whose processes can be made to fail."""
     pairs = tmp_path / "pairs.jsonl"
     rows = [
         {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
@@ -68,7 +70,7 @@ def recipe(tmp_path, base, monkeypatch):
 
 
 def fault(monkeypatch, code, rank="1", step=3):
-    """Let the processes of these ranks (digits) run `code` in one step."""
+    """Makes the processes of these ranks (digits) run `code` in one step."""
     monkeypatch.setenv(
         "FAULT",
         f"import os, signal, subprocess, time\nif step == {step}:\n    {code}\ntime.sleep(0.03)",
@@ -81,14 +83,14 @@ def quiet(text):
 
 
 def hear_interrupts():
-    """A process that was started in the background of a shell ignores SIGINT, and so would all its
+    """A process that was started in the background of a shell ignores SIGINT, and so do all its
     children.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def started(recipe, folder, **settings):
-    """A watcher in a process of its own."""
+    """A watcher in a separate process."""
     recipe.save(folder / "wanted.toml")
     options = json.dumps({"nproc": 2, "out": str(folder / "run"), **settings})
     command = [sys.executable, "-c", START, str(folder / "wanted.toml"), options]
@@ -118,7 +120,7 @@ def wait_until(condition, seconds=60):
 
 
 def alive(processes):
-    """Those that still run, among processes as psutil knows them (by pid and time of birth)."""
+    """The processes that still run, among those known to psutil by pid and start time."""
     return [
         process
         for process in processes
@@ -143,7 +145,7 @@ def alive(processes):
 ])  # fmt: skip
 def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
     fault(monkeypatch, code)
-    before = set(psutil.Process().children(recursive=True))  # of other tests
+    before = set(psutil.Process().children(recursive=True))  # processes of other tests
     with pytest.raises(error) as caught:
         launch(recipe, 2, tmp_path / "run", say=quiet)
     message = str(caught.value)
@@ -175,8 +177,8 @@ def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
-    """A second run in the same folder is told which process has it; when that one is killed, the
-    next goes on.
+    """A second run in the same folder says which process has it; when that process is killed, the
+    next run continues.
     """
     fault(monkeypatch, "time.sleep(600)", rank="none", step=4)
     running = started(recipe, tmp_path, nproc=1)
@@ -192,7 +194,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, recipe, monkeypatch):
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and not list((tmp_path / "run").glob(".*"))
 
 
-# ---- ends
+# ---- stopping
 
 
 @pytest.mark.thorough
@@ -221,9 +223,7 @@ def test_stopped_watcher_leaves_no_process(tmp_path, recipe, monkeypatch, number
 
 
 def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
-    """Resumed through `launch`, the run ends with the weights and the losses of one that nothing
-    has stopped.
-    """
+    """A run resumed through `launch` ends with the weights and losses of an uninterrupted one."""
     monkeypatch.setenv("FAULT_RANK", "")
     finals = [
         launch(recipe, 2, tmp_path / name, resume=name == "run", say=quiet)
@@ -243,8 +243,8 @@ def check_that_it_goes_on(tmp_path, recipe, monkeypatch):
 
 @pytest.mark.thorough
 def test_interrupted_cell(tmp_path, recipe, monkeypatch):
-    """In a Jupyter kernel: a bar and a picture follow the run; interrupting the cell ends it and
-    leaves no process.
+    """In a Jupyter kernel a bar and a picture follow the run, and interrupting the cell ends it
+    without leaving processes.
     """
     client = pytest.importorskip("jupyter_client.manager")
     fault(monkeypatch, "time.sleep(4)", rank="01", step=40)  # two pictures
@@ -261,7 +261,7 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
         processes = psutil.Process(manager.provisioner.process.pid).children(recursive=True)
         manager.interrupt_kernel()
         answer = kernel.get_shell_msg(timeout=60)
-        while answer["parent_header"]["msg_id"] != asked:  # to what a slow start asked twice
+        while answer["parent_header"]["msg_id"] != asked:  # for a slow start that was asked twice
             answer = kernel.get_shell_msg(timeout=60)
         reply = answer["content"]
         seen = []
@@ -282,7 +282,7 @@ def test_interrupted_cell(tmp_path, recipe, monkeypatch):
     kinds = [kind for kind, _ in seen]
     pictures = [words for kind, words in seen if kind.endswith("display_data") and "<svg" in words]
     assert len(pictures) >= 2, kinds
-    # a widget, or text where there are none
+    # a widget, or text if there are no widgets
     shown = "".join(words for kind, words in seen if kind in ("comm_msg", "stream"))
     assert "tokens/s" in shown and "5000" in shown, kinds
     assert (
@@ -306,8 +306,8 @@ def test_deaf_process_is_killed(tmp_path, recipe, monkeypatch):
 
 @pytest.mark.thorough
 def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
-    """Rank 1 sees the run folder late, when rank 0 has long written its checkpoint: the two still
-    do the same things.
+    """Rank 1 sees the run folder late, long after rank 0 has written its checkpoint; both still do
+    the same.
     """
     late = "import anchor_embedding.train.runs as r; real = r.RunFolder.checkpoints; " \
            "r.RunFolder.checkpoints = lambda self: time.sleep(0.3) or real(self)"  # fmt: skip
@@ -324,7 +324,7 @@ def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_before_the_processes_have_met(tmp_path, recipe, monkeypatch, number):
     """A process that waits inside torch for one that never comes ends at once, not after the time
-    it would have to save.
+    allowed for saving.
     """
     monkeypatch.setenv("LATE_RANK", "1")
     watcher = started(recipe, tmp_path)
@@ -341,7 +341,9 @@ def test_stopped_before_the_processes_have_met(tmp_path, recipe, monkeypatch, nu
 
 
 def free_port():
-    """Nobody listens there, and the system gives it to nobody: below the range it chooses from."""
+    """A port on which no program listens and which the system does not assign, because it is below
+    its range.
+    """
     while True:
         port = random.randint(20_000, 30_000)
         with socket.socket() as found, suppress(OSError):
@@ -350,7 +352,7 @@ def free_port():
 
 
 def agent(folder, port, number):
-    """What a user types on each machine."""
+    """The command that a user types on each machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     command += ["--nproc-per-node", "1", "--rdzv-id", "small"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
@@ -361,7 +363,7 @@ def agent(folder, port, number):
 
 
 def kill_with_children(process):
-    """As when a machine loses its power."""
+    """Kills processes as if a machine had lost its power."""
     family = [*psutil.Process(process.pid).children(recursive=True), process]
     for one in family:
         with suppress(psutil.NoSuchProcess):
@@ -371,8 +373,8 @@ def kill_with_children(process):
 
 @pytest.mark.thorough
 def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
-    """Two agents of torchrun; one is killed with its process in the middle, the other ends, and
-    both are started again by the same words.
+    """Two agents of torchrun: one is killed with its process in the middle of the run, the other
+    ends, and the same commands start both again.
     """
     fault(monkeypatch, "pass", rank="01")
     monkeypatch.setenv("FAULT", os.environ["FAULT"].replace("0.03", "0.25"))
@@ -407,7 +409,7 @@ def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
 
 @pytest.mark.thorough
 def test_machines_with_different_settings_are_refused(tmp_path, recipe):
-    """One machine was given another seed: no step is made, and each says why."""
+    """One machine has a different seed: no step is made, and each says why."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     machines = []

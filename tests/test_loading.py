@@ -1,5 +1,5 @@
-"""Weights that do not fit their model: nothing is made up at random, the command says what is
-missing and ends with 2.
+"""Weights that do not fit their model: none are filled in at random; the command says what is
+missing and ends with exit code 2.
 """
 
 import json
@@ -23,14 +23,14 @@ def texts(tmp_path_factory):
 
 
 def model(folder, kind="llama", tied=True, **overrides):
-    """A whole model on disk."""
+    """A complete model on disk."""
     tiny_model(kind, tied=tied, **overrides).save_pretrained(folder)
     tiny_tokenizer("smollm2").save_pretrained(folder)
     return folder
 
 
 def change(file, function):
-    """Rewrite the tensors of a file."""
+    """Rewrites the tensors of a file."""
     save_file(function(load_file(file)), file, {"format": "pt"})
 
 
@@ -39,7 +39,7 @@ def without(part):
 
 
 def message(capsys, *arguments):
-    """The one line of a command that must be refused."""
+    """The one line printed by a command that must be refused."""
     capsys.readouterr()
     assert main([str(word) for word in arguments]) == 2
     printed = capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(
         whole, Embedder.from_pretrained(folder, dtype="float32").encode(["the anchor"])
     )
     assert main([str(word) for word in training("stage2", folder, pairs, tmp_path / "two")]) == 0
-    # a head that nobody has trained stays none
+    # an untrained head stays absent
     for number, start in enumerate((folder, tmp_path / "two" / "final")):
         line = message(capsys, *training("stage1", start, pairs, tmp_path / f"one{number}"))
         assert "objective = 'reconstruction' needs a vocabulary head" in line, line
@@ -157,7 +157,7 @@ def test_a_missing_head_is_refused_where_one_is_needed_and_nowhere_else(
 def test_an_adapter_that_is_not_whole_is_refused(
     tmp_path, texts, pairs, capsys, function, expected
 ):
-    """By `--resume`, and by whatever loads the checkpoint."""
+    """They are refused by `--resume` and by everything that loads the checkpoint."""
     arguments = training("stage2", model(tmp_path / "base"), pairs, tmp_path / "run")
     assert main([str(word) for word in arguments]) == 0
     shutil.rmtree(tmp_path / "run" / "final")

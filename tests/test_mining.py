@@ -1,5 +1,5 @@
-"""`anchor mine` from end to end: what is mined reaches the loss, models of every kind mine, memory
-stays flat, nothing half-written is left.
+"""`anchor mine` from end to end: mined negatives reach the loss, models of every kind mine, memory
+stays flat, and nothing half-written is left.
 """
 
 import json
@@ -35,7 +35,7 @@ QUIET = {"progress": False, "say": lambda text: None}
 
 @pytest.fixture(scope="module")
 def docstrings():
-    """Pairs of numpy and, held out, of tqdm."""
+    """Pairs of numpy, and held-out pairs of tqdm."""
     return docstring_pairs(packages=["numpy", "tqdm"], heldout=["tqdm"])
 
 
@@ -50,14 +50,14 @@ def pairs(tmp_path_factory, docstrings):
 
 @pytest.fixture(scope="module")
 def mined(pairs):
-    """The same with negatives by BM25, through the command."""
+    """The same pairs with negatives that the command mined with BM25."""
     out = pairs.parent / "mined" / "numpy.jsonl"
     assert main(["mine", "--data", str(pairs), "--out", str(out), "--num-negatives", "4"]) == 0
     return out
 
 
 def small(data, base, *more):
-    """The Stage II recipe, small."""
+    """A small Stage II recipe."""
     settings = [
         f"data={data}",
         f"base={base}",
@@ -72,7 +72,7 @@ def small(data, base, *more):
 
 
 def first_batch(data, base, capsys, *more):
-    """The terms of `anchor train --dry-run`."""
+    """The loss terms that `anchor train --dry-run` prints."""
     settings = [
         "tuning=full",
         "batch_size=16",
@@ -112,7 +112,7 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
         "none"
     ] == sum(not e.negatives for e in examples)
     assert figures["margin"] >= 0.05 * figures["negative_score"] > 0
-    # again, over the first result
+    # mine again, replacing the first result
     again = ["mine", "--data", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
     assert main(again) == 2
     assert f"{mined} already exists; name another file, or replace" in capsys.readouterr().err
@@ -121,8 +121,8 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
 
 
 def test_mined_negatives_reach_infonce(pairs, mined, base, capsys):
-    """The same 16 pairs: as many texts more as there are negatives, each of them a rival of every
-    query, and another loss.
+    """With negatives, the same 16 pairs have as many more texts; each competes for every query, and
+    the loss changes.
     """
     plain = first_batch(pairs, base, capsys)
     none = first_batch(mined, base, capsys, "hard_negatives=0")
@@ -135,7 +135,7 @@ def test_mined_negatives_reach_infonce(pairs, mined, base, capsys):
     for n in (1, 4):
         assert found[n]["texts"] == 32 + found[n]["negatives"]
         assert found[n]["candidates"] == plain["candidates"] + found[n]["negatives"]
-    # every rival adds to the sum below the fraction
+    # every competing text adds to the sum in the denominator
     assert plain["infonce"] < found[1]["infonce"] < found[4]["infonce"]
 
 
@@ -161,16 +161,16 @@ def test_training_takes_the_hardest_first(mined, base):
 
 
 def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, tmp_path):
-    """Twenty steps of a tiny model: with and without the negatives it must fit its pairs better
-    than before; no more is claimed.
+    """After twenty steps, with and without the negatives, a tiny model must fit its pairs better
+    than before; the test claims no more.
     """
     train_pairs = read_examples(pairs)[:120]
-    judge = HeldoutRetrieval([e.query for e in train_pairs], [e.positive for e in train_pairs])
-    untrained = judge(Embedder.from_pretrained(base, max_length=48).encode)["mrr"]
+    retrieval = HeldoutRetrieval([e.query for e in train_pairs], [e.positive for e in train_pairs])
+    untrained = retrieval(Embedder.from_pretrained(base, max_length=48).encode)["mrr"]
     for data, hard in ((pairs, 0), (mined, 2)):
         run = tmp_path / f"run{hard}"
         train(small(data, base, f"hard_negatives={hard}", "steps=20"), run, **QUIET)
-        assert judge(Embedder.from_pretrained(run / "final").encode)["mrr"] > 1.2 * untrained
+        assert retrieval(Embedder.from_pretrained(run / "final").encode)["mrr"] > 1.2 * untrained
         card = json.loads((run / "card.json").read_text())
     assert (
         card["fingerprint"]
@@ -179,13 +179,13 @@ def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, 
 
 
 def test_every_kind_of_model_mines(pairs, base, tmp_path):
-    """A run, its result and an exported model, also as sentence-transformers alone reads it: the
-    same negatives from the same weights.
+    """A run, its result and an exported model, also read by sentence-transformers alone: the same
+    weights give the same negatives.
     """
     run = tmp_path / "run"
     train(small(pairs, base, "hard_negatives=0", "steps=2"), run, **QUIET)
     embedder = Embedder.from_pretrained(run / "final", dtype="float32")
-    prompt = "Find the documentation of what is asked"  # which the exported model has by itself
+    prompt = "Find the documentation of what is asked"  # the exported model adds it by itself
     exported = export_embedder(
         embedder, tmp_path / "exported", instructions={"query": prompt}, base="some/base"
     )
@@ -194,7 +194,7 @@ def test_every_kind_of_model_mines(pairs, base, tmp_path):
     for path in exported.iterdir():
         if path.name not in ("anchor_embedding.json", "bare_tokenizer"):
             (foreign / path.name).symlink_to(path)
-    told = {"instructions": Instructions("test", {"numpy": (prompt,)})}
+    with_prompt = {"instructions": Instructions("test", {"numpy": (prompt,)})}
     models = {
         "run": run,
         "final": run / "final",
@@ -208,7 +208,7 @@ def test_every_kind_of_model_mines(pairs, base, tmp_path):
             tmp_path / f"{name}.jsonl",
             model,
             dtype="float32",
-            **({} if name == "foreign" else told),
+            **({} if name == "foreign" else with_prompt),
             **QUIET,
         )
         for name, model in models.items()
@@ -231,8 +231,8 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
         Embedder.from_pretrained(base), tmp_path / "exported", base="some/base"
     )
     (exported / "anchor_embedding.json").unlink()
-    told = tmp_path / "told.csv"
-    told.write_text("dataset,instruction,symmetric\nnumpy,Find the documentation,0\n")
+    instructions = tmp_path / "instructions.csv"
+    instructions.write_text("dataset,instruction,symmetric\nnumpy,Find the documentation,0\n")
     assert (
         main(
             [
@@ -244,7 +244,7 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
                 "--model",
                 str(exported),
                 "--instructions",
-                str(told),
+                str(instructions),
             ]
         )
         == 2
@@ -261,16 +261,18 @@ def test_instructions_and_a_foreign_model(pairs, base, tmp_path):
                 "--model",
                 str(base),
                 "--instructions",
-                str(told),
+                str(instructions),
             ]
         )
         == 0
     )
-    assert json.loads((tmp_path / "y.jsonl.card.json").read_text())["instructions"] == str(told)
+    assert json.loads((tmp_path / "y.jsonl.card.json").read_text())["instructions"] == str(
+        instructions
+    )
 
 
 def test_datasets_stay_apart(tmp_path):
-    """Documents of one dataset are no negatives in another, and rows keep their dataset."""
+    """Documents of one dataset are not negatives in another, and rows keep their dataset."""
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("one", "two"):
@@ -342,8 +344,8 @@ def write_many(path, rows, words):
     not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
 )
 def test_memory_does_not_hold_the_corpus(tmp_path):
-    """Three times as many pairs, with 30 MB more of texts and 37 MB more of document vectors: less
-    than a third of that more.
+    """Three times as many pairs have 30 MB more of texts and 37 MB more of document vectors; memory
+    grows by less than a third of that.
     """
     few = write_many(tmp_path / "few.jsonl", 9_000, 320)
     many = write_many(tmp_path / "many.jsonl", 27_000, 320)
@@ -489,7 +491,7 @@ def test_help_names_every_setting(capsys):
 
 
 def test_a_corpus_has_its_titles_as_the_positives_have(tmp_path):
-    """Without its title a positive would come back as the hardest negative of its own query."""
+    """Compared without its title, a positive would be the hardest negative of its own query."""
     task = tmp_path / "ships"
     (task / "qrels").mkdir(parents=True)
     documents = [
@@ -535,8 +537,8 @@ def test_nothing_found_is_said(pairs, tmp_path, capsys):
         )
         == 0
     )
-    told = capsys.readouterr().err
-    assert "no negative was found for any query" in told and "train with" not in told
+    printed = capsys.readouterr().err
+    assert "no negative was found for any query" in printed and "train with" not in printed
 
 
 def test_interrupted_says_what_was_not_written(pairs, tmp_path, capsys, monkeypatch):
@@ -549,12 +551,12 @@ def test_interrupted_says_what_was_not_written(pairs, tmp_path, capsys, monkeypa
     assert not [*tmp_path.iterdir()]
 
 
-# ---- documents that were encoded before
+# ---- documents encoded before
 
 
 class Steady(Embedder):
-    """The vector of a text is that of its first word, to the last bit: the same in every batch, and
-    texts that share the word tie.
+    """The vector of a text depends only on its first word, bit for bit and in every batch; texts
+    with the same first word tie.
     """
 
     encoded = ()
@@ -591,8 +593,9 @@ def write_rows(path, rows):
 
 @pytest.fixture(scope="module")
 def many_cases(tmp_path_factory):
-    """Two datasets, and 103 documents: of few first words, so that they tie; some of them are a
-    positive, as it is or in another spelling, a query, a negative, another document, or blank.
+    """Two datasets and 103 documents. The documents have few different first words, so they tie;
+    some are a positive (unchanged or spelled differently), a query, a negative, another document,
+    or blank.
     """
     folder = tmp_path_factory.mktemp("cases")
     chance = random.Random(0)
@@ -630,7 +633,7 @@ def shards(steady, many_cases, out, **settings):
 
 
 def outcome(mined):
-    """What must not differ: the file, and the figures."""
+    """The things that must not differ: the file and the figures."""
     return mined.out.read_bytes(), mined.card["datasets"], mined.card["fingerprint"]
 
 
@@ -664,14 +667,14 @@ def test_shards_give_what_the_file_gives(steady, many_cases, tmp_path, monkeypat
     assert any("document" in text for text in negatives)
     if choice == "more than there are":
         assert {f"w5 untitled {i}" for i in range(3)} < negatives
-    # only what is not in the corpus as it is written there was encoded
+    # only texts that are not in the corpus in that spelling were encoded
     kept = {row["text"] for row in Corpus(vectors).rows(range(103))}
     queries = {e.query for e in read_examples(many_cases / "pairs")}
     assert not kept & {*steady.encoded} - queries
 
 
 def test_bm25_reads_the_texts_of_shards(steady, many_cases, tmp_path):
-    """It has no use for the vectors, so they may be of any model and any instruction."""
+    """BM25 does not use the vectors, so they may come from any model with any instruction."""
     vectors = shards(steady, many_cases, tmp_path / "vectors", instruction="Find it.")
     settings = MiningSettings(relative_margin=None)
     outcomes = []
@@ -684,8 +687,8 @@ def test_bm25_reads_the_texts_of_shards(steady, many_cases, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"normalize": True}])
 def test_rounded_shards_move_only_what_is_as_good(steady, many_cases, tmp_path, settings):
-    """Half precision changes a cosine by less than 0.002; in place of a negative comes one that
-    scores as much.
+    """Half precision changes a cosine by less than 0.002, so a replaced negative has nearly the
+    same score.
     """
     vectors = shards(steady, many_cases, tmp_path / "vectors", **settings)
     mined = [
@@ -781,7 +784,9 @@ def test_shards_of_another_model_are_refused(base, steady, many_cases, tmp_path)
 
 
 def test_the_instruction_of_a_symmetric_dataset(steady, many_cases, tmp_path):
-    """Its documents have one; so must the corpus, and then a dataset without one is refused."""
+    """Its documents have an instruction. The corpus must have it too, and then a dataset without
+    one is refused.
+    """
     vectors = shards(steady, many_cases, tmp_path / "vectors", instruction="Find it.")
     pairs = many_cases / "pairs"
     both = Instructions("test", dict.fromkeys(("one", "two"), ("Find it.",)), {"one", "two"})
@@ -793,7 +798,7 @@ def test_the_instruction_of_a_symmetric_dataset(steady, many_cases, tmp_path):
 
 
 def test_the_command_with_shards(pairs, base, tmp_path, capsys):
-    """The model as it is, whose vectors differ in their last digits from batch to batch."""
+    """The unmodified model, whose vectors differ in their last digits from batch to batch."""
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     few = write_rows(tmp_path / "few.jsonl", rows[:25])
     documents = write_rows(
@@ -823,9 +828,9 @@ def test_the_command_with_shards(pairs, base, tmp_path, capsys):
     assert "is not a corpus of vectors: it has no corpus.json" in capsys.readouterr().err
 
 
-# ---- stopped and started again
+# ---- interrupted and resumed
 
-# Forks a process for each task, which dies at one of its file operations if the task says so.
+# Forks a process for each task; it dies at one of its file operations if the task says so.
 STARTS = """
 import json, os, shutil, signal, sys
 from anchor_embedding.cli import main
@@ -870,7 +875,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def mine_in_process():
-    """A process that has imported everything; called with arguments it gives the exit code."""
+    """A process that has imported everything; called with arguments, it returns the exit code."""
     process = subprocess.Popen(
         [sys.executable, "-c", STARTS],
         stdin=subprocess.PIPE,
@@ -895,7 +900,9 @@ def logged_calls(log):
 
 @pytest.fixture(scope="module")
 def stopped(mine_in_process, base, many_cases, tmp_path_factory):
-    """Mining that dies at its n-th file operation, goes on, and must give what was never stopped."""
+    """Mining that dies at its n-th file operation and is resumed must give the result of an
+    uninterrupted run.
+    """
     home = tmp_path_factory.mktemp("stopped")
     encode = ["encode", base, "--in", many_cases / "documents.jsonl", "--out", home / "vectors"]
     assert main([*map(str, encode), "--shard-size", "30"]) == 0
@@ -917,7 +924,7 @@ def stopped(mine_in_process, base, many_cases, tmp_path_factory):
         out = tmp_path / "mined.jsonl"
         first, second = (tmp_path / "first.log", tmp_path / "second.log")
         assert mine_in_process(first, command(corpus, out), last) == -signal.SIGKILL
-        if out.exists():  # all that was left to do was to remove the folder
+        if out.exists():  # only the removal of the folder was left to do
             assert mine_in_process(second, command(corpus, out, "--resume")) == 2
         else:
             assert mine_in_process(second, command(corpus, out, "--resume")) == 0
@@ -927,9 +934,9 @@ def stopped(mine_in_process, base, many_cases, tmp_path_factory):
             for path in (out, expected)
         ]
         assert cards[0] == cards[1]
-        # what the last call before the end had encoded may be lost, and nothing else
+        # only what the last call before the end had encoded may be lost
         assert not {*logged_calls(first)[:-1]} & {*logged_calls(second)}
-        # started once more, it is the same, and nothing is left of any of these
+        # started once more, it gives the same result, and none of these files is left
         assert mine_in_process(second, command(corpus, out, "--resume", "--force")) == 0
         assert out.read_bytes() == expected.read_bytes()
         assert not out.with_name(".mined.jsonl.mining").exists()
@@ -967,7 +974,7 @@ class Interrupts(Steady):
 
 
 def test_what_was_finished_is_not_mixed(steady, many_cases, tmp_path):
-    """It is left alone unless it is to be gone on with, and gone on with only in the same run."""
+    """The folder is left alone unless it is resumed, and only the same run can resume it."""
     out = tmp_path / "mined.jsonl"
     pairs = many_cases / "pairs"
     said = []
@@ -1022,7 +1029,7 @@ def test_a_folder_is_not_replaced(pairs, tmp_path, capsys):
     assert os.listdir(tmp_path) == ["mined.jsonl"]
 
 
-# no file may have more than 5 kB; the vectors have 7 kB
+# no file may exceed 5 kB; the vectors have 7 kB
 FULL = """
 import resource, sys
 import numpy as np
@@ -1044,7 +1051,7 @@ except InputError as error:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("part", "kept"), [(4096, 0), (50, 1)])
 def test_a_full_disk_is_one_line(pairs, tmp_path, part, kept):
-    """Of one file, or of the file of all vectors: then the parts stay."""
+    """The disk is full while writing one file, or the file of all vectors; then the parts stay."""
     process = run_python(FULL, pairs, tmp_path / "mined.jsonl", part)
     out, error = process.communicate(timeout=280)
     lines = out.splitlines()
@@ -1104,8 +1111,8 @@ print(json.dumps(outcomes))
     not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
 )
 def test_memory_does_not_hold_encoded_documents(base, tmp_path):
-    """180,000 more documents, with 81 MB of texts and 23 MB of vectors: at most 200 bytes for each,
-    where a file of texts takes twice as much and more.
+    """180,000 more documents, with 81 MB of texts and 23 MB of vectors, need at most 200 bytes
+    each; a file of texts would need more than twice as much.
     """
     pairs = write_many(tmp_path / "pairs.jsonl", 600, 5)
     sources = [tmp_path / f"{size}.txt" for size in (20_000, 200_000)]

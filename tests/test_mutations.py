@@ -1,4 +1,4 @@
-"""The list of faults still fits the rooms, and of each a test has died."""
+"""The list of faults still fits the rooms, and every fault made a test fail."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_every_test_that_should_die_is_there():
 
 
 def test_no_fault_that_was_tried_lives():
-    """Each result is of a fault as it is in the list, with the commit it was tried at."""
+    """Each result belongs to a fault of the list and has the commit at which it was tried."""
     found = json.loads(RESULTS.read_text("utf-8"))
     wanted = {key_of(entry_of(fault)) for fault in FAULTS}
     for entry in found["faults"]:

@@ -1,4 +1,4 @@
-"""The checks of the notebooks catch what they are for."""
+"""The checks of the notebooks find the faults that they are for."""
 
 import base64
 import io
@@ -41,7 +41,7 @@ TITLE = markdown("# tiny\n\n> One line of what it does.")
 
 @pytest.fixture
 def notebook(tmp_path):
-    """A project of one notebook; calling it writes these cells behind a title."""
+    """A project of one notebook; calling it writes these cells after a title."""
     project = tmp_path / "project"
     (project / "nbs" / "results").mkdir(parents=True)
     (project / "nbs" / "results" / "figures.json").write_text("[1, 2]")
@@ -91,7 +91,7 @@ def test_whole_numbers_and_words_are_exact_and_others_relative_to_themselves(old
 
 
 def drawn(width=640, height=480, line=0, dots=0):
-    "A plot in PNG: an axis, a line that falls by `line` pixels, and a few black dots."
+    "A plot as PNG: an axis, a line that falls by `line` pixels, and a few black dots."
     picture = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(picture)
     pen.rectangle((60, 40, width - 40, height - 60), outline="black")
@@ -155,8 +155,8 @@ def test_a_notebook_of_good_form_has_no_faults(notebook):
 @pytest.mark.parametrize(
     ("cell", "fault"),
     [
-        (code("import json\nx = 1"), "imports must stand alone"),
-        (code("def f():\n    import json\nf()"), "imports must stand alone"),
+        (code("import json\nx = 1"), "imports must be alone"),
+        (code("def f():\n    import json\nf()"), "imports must be alone"),
         (code("#| cuda\nf()", printed("1\n")), "although it is not executed"),
         (code("#| eval: false\nf()", printed("1\n")), "although it is not executed"),
         (code("f()", printed(f"in {Path('/home') / 'someone'}\n")), "a path of one machine"),
@@ -228,4 +228,4 @@ def test_a_notebook_that_hangs_is_stopped_with_its_children(notebook):
     ]
     result = run(notebook(*cells), timeout=4)
     assert result.faults == ["stopped at its time limit of 4 s"]
-    assert "time.sleep(77)" in result.log  # the stack of the cell that hangs
+    assert "time.sleep(77)" in result.log  # the stack of the cell that hangs is shown

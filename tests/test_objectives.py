@@ -1,5 +1,5 @@
-"""Two processes (gloo, CPU; DDP and FSDP2) compute the gradients of one, with tied and untied heads: contrastive with every option,
-released Stage I, other pretexts, refinement. And the anchor gain of one."""
+"""Two processes (gloo, CPU; DDP and FSDP2) compute the gradients and the anchor gain of one, with tied and untied heads:
+contrastive with every option, released Stage I, other pretext tasks, refinement."""
 
 import json
 import math
@@ -21,7 +21,7 @@ PROCESSES = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What every process found in every case."""
+    """The result of every process in every case."""
     folder = tmp_path_factory.mktemp("gradients")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -54,13 +54,13 @@ def test_the_cases_differ_in_micro_batches():
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_equal_one_process(folder, case, head, sharding):
     batch = make_batch()
-    # its mean of means depends on which pairs share a micro-batch: those of one process
+    # its mean of means depends on which pairs share a micro-batch, so compare those of one process
     if case == "released":
         batch = batch.take(
             [row for rank in range(PROCESSES) for row in range(rank, len(batch), PROCESSES)]
         )
     terms, alone = gradients(case, head, batch, Accelerator(cpu=True))
-    # every soft token multiplies the rounding of the one before
+    # every soft token multiplies the rounding of the one before it
     near = 1e-4 if case == "refined" else 1e-5
     for rank in range(PROCESSES):
         found = load_file(folder / f"{case}-{head}-{sharding}-{rank}.safetensors")
@@ -75,8 +75,8 @@ def test_gradients_equal_one_process(folder, case, head, sharding):
 
 @pytest.mark.parametrize("case", list(GAINS))
 def test_anchor_gain_of_the_global_batch(folder, case):
-    """The next pair is that of the global batch and the sums are those of all processes, even where
-    each holds one pair.
+    """The next pair is the one in the global batch, and the sums are those of all processes, also
+    if each has one pair.
     """
     alone = gain(case, Accelerator(cpu=True))
     assert all(map(math.isfinite, alone.values())) and all(value for value in alone.values())
@@ -86,6 +86,6 @@ def test_anchor_gain_of_the_global_batch(folder, case):
 
 
 def test_anchor_gain_is_of_whole_texts():
-    """Options of the loss do not change what is measured, so runs can be compared."""
+    """Options of the loss do not change what is measured, so that runs can be compared."""
     accelerator = Accelerator(cpu=True)
     assert gain("options", accelerator) == pytest.approx(gain("plain", accelerator), rel=1e-5)

@@ -1,4 +1,4 @@
-"""An objective from outside the package: a file of one's own, named in a recipe, and nothing else."""
+"""An objective from outside the package: a file of the user's own, named in a recipe, is enough."""
 
 import json
 import os
@@ -42,14 +42,14 @@ nothing = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the module in it."""
+    """A folder that contains the module."""
     made = tmp_path_factory.mktemp("outside")
     (made / "own_objectives.py").write_text(MODULE)
     return made
 
 
 def anchor(folder, *arguments, path=True):
-    """The command, as somebody who has put the folder on PYTHONPATH calls it."""
+    """The command as a user runs it who has put the folder on PYTHONPATH."""
     environment = os.environ | (
         {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])} if path else {}
     )

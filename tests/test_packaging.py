@@ -1,6 +1,4 @@
-"""The package as others get it: metadata that agree, a wheel with everything in it, a front door
-that opens fast.
-"""
+"""The package as users get it: consistent metadata, a complete wheel, and a fast import."""
 
 import json
 import os
@@ -46,7 +44,7 @@ def entries(key):
 
 
 def python(code, *arguments):
-    """Run `code` in a new interpreter that finds this tree's package; its standard output."""
+    """Runs `code` in a new interpreter that finds this tree's package; returns its standard output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -70,8 +68,8 @@ def test_pyproject_agrees_with_settings():
 
 
 def test_constraints_cover_the_requirements():
-    """Every requirement has an exact version among the constraints; none is tied to a build or a
-    place.
+    """Every requirement has an exact version in the constraints; none is tied to a build or a
+    location.
     """
     lines = [
         line
@@ -99,7 +97,7 @@ def test_version_is_the_same_everywhere():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built in a folder of its own, from what packaging needs."""
+    """A wheel built in a separate folder, from the files that packaging needs."""
     if find_spec("build") is None or find_spec("setuptools") is None:
         pytest.skip("needs build and setuptools")
     folder = tmp_path_factory.mktemp("wheel")
@@ -220,7 +218,7 @@ def test_import_is_fast_and_light():
     assert set(json.loads(python(code))) & {*HEAVY, *NOT_NEEDED} == set()
 
 
-# importing these raises ModuleNotFoundError
+# importing these modules raises ModuleNotFoundError
 BLOCK = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); "
 IMPORT_ALL = """
 import importlib, pkgutil, anchor_embedding
@@ -232,8 +230,8 @@ for module in pkgutil.walk_packages(anchor_embedding.__path__, "anchor_embedding
 
 
 def test_every_module_imports_without_what_it_may_not_need():
-    """nbdev, fastcore and execnb are for development; mteb, datasets, sentence-transformers load
-    where they are used.
+    """nbdev, fastcore and execnb are for development only; mteb, datasets and sentence-transformers
+    load when they are used.
     """
     files = [path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
     modules = {".".join(parts).removesuffix(".__init__") for parts in files} - {"anchor_embedding"}
@@ -257,7 +255,7 @@ def test_light_modules_load_neither_torch_nor_transformers(module):
 
 
 def test_shell_scripts_are_clean(tmp_path):
-    """Those of the project, and those that pages show, such as the one for Slurm."""
+    """The scripts of the project and those that pages show, such as the one for Slurm."""
     scripts = [ROOT / ".ci" / "run", ROOT / ".ci" / "prepare"]
     for path in find_notebooks(ROOT / "nbs"):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -289,7 +287,7 @@ def test_readme_and_sidebar_follow_the_notebooks():
 
 
 def test_results_name_no_folder_of_a_machine():
-    """Committed result files say what ran, not where on somebody's disk it lay."""
+    """Committed result files say what ran, not where it was on a user's disk."""
     files = sorted([*(ROOT / "nbs" / "results").glob("*.json"), *(ROOT / "tests").glob("*.json")])
     found = [
         f"{f.name}: {m[0]}"

@@ -1,5 +1,5 @@
-"""The paper's tables against each other, and our scores beside them as a user meets them: files,
-seeds, faults.
+"""The paper's tables agree with each other, and our scores are shown beside them from a user's
+files, seeds and faults.
 """
 
 import json
@@ -30,7 +30,7 @@ CATEGORY_SIZES = {
     "sts": 10,
     "summarization": 1,
 }
-# printed in Table 1, and what the tasks of Tables 14 and 15 give, where the two differ by more than
+# printed in Table 1, and what the tasks of Tables 14 and 15 give, if the two differ by more than
 # rounding
 DISAGREEMENTS = {
     ("Qwen2.5-1.5B-Instruct", "baseline", "pair_classification"): (84.41, 82.97),
@@ -301,8 +301,8 @@ def test_bootstrap_of_many_queries_needs_little_memory():
 
 
 def seeded_run(folder, name, seed, better, steps=4):
-    """Scores and figures of queries of one run, and its recipe beside them; runs of one recipe with
-    other seeds are one model.
+    """Scores and figures of the queries of one run, with its recipe; runs of one recipe with other
+    seeds are one model.
     """
     folder = scores_file(folder / f"{name}-{seed}", name, {"SciFact": 0.5})
     (folder / "recipe.toml").write_text(f'name = "{name}"\nseed = {seed}\nsteps = {steps}\n')
@@ -328,15 +328,15 @@ def test_a_verdict_takes_seeds(tmp_path, seeds, verdict):
         verdict,
     )
     assert row.points == pytest.approx(20, abs=3)
-    (told,) = (remark for remark in compare(runs).remarks if remark.startswith("better − plain"))
+    (remark,) = (remark for remark in compare(runs).remarks if remark.startswith("better − plain"))
     words = {
         1: "one run an arm: runs of this size differ by about ±",
         5: "5 seeds cannot give p of 0.05 or less",
         6: "better is ahead",
     }
-    assert words[seeds] in told and (
+    assert words[seeds] in remark and (
         verdict != "open"
-        or not any(word in told for word in ("ahead", "behind", "told from noise"))
+        or not any(word in remark for word in ("ahead", "behind", "told from noise"))
     )
 
 

@@ -1,5 +1,5 @@
-"""The other pretexts from recipe to saved model: every objective and option trains, resumes, and is
-read back as it was trained.
+"""The other pretext tasks from recipe to saved model: every objective and option trains, resumes,
+and loads as it was trained.
 """
 
 import json
@@ -114,7 +114,9 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
         json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     ]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    if case not in ("options", "mntp") and stage.tuning == "full":  # the others draw
+    if (
+        case not in ("options", "mntp") and stage.tuning == "full"
+    ):  # the other objectives draw at random
         assert dry_run(stage, PAIRS, say=quiet)["loss"] == pytest.approx(
             metrics[0]["loss"], rel=1e-4
         )
@@ -164,8 +166,8 @@ def test_what_cannot_be_is_refused(base):
 
 
 def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
-    """The shipped pipeline of pretexts and GIRCSE, two steps a stage, from runs to findings and
-    plots.
+    """The shipped pipeline of pretext tasks and GIRCSE, two steps per stage, from runs to findings
+    and plots.
     """
     data = tmp_path / "pairs.jsonl"
     data.write_text(
@@ -196,14 +198,16 @@ def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
         evaluation=pipeline.evaluation,
     )
     report = run_pipeline(pipeline, tmp_path / "out", progress=False, say=quiet)
-    told = "\n".join(report["findings"])
+    findings = "\n".join(report["findings"])
     for arm, name in [("anchor/reconstruction", "reconstruction"), ("itself/auto_reconstruction", "reconstruction"),
                       ("llama2vec/bag_of_tokens", "bag of tokens"), ("llm2vec/mntp", "masked next-token prediction")]:  # fmt: skip
-        assert f"{arm}: the {name} loss went from" in told
+        assert f"{arm}: the {name} loss went from" in findings
     assert (
-        "(Q2Q) and" in told and "(D2D) nats per token" in told and told.count("loss went from") == 4
+        "(Q2Q) and" in findings
+        and "(D2D) nats per token" in findings
+        and findings.count("loss went from") == 4
     )
-    assert "Stage I saw 4 pairs here" in told
+    assert "Stage I saw 4 pairs here" in findings
     assert {"mntp", "loss"} <= report["losses"]["llm2vec/mntp"][
         0
     ].keys() and "first_infonce" in report["losses"]["gircse/gircse"][0]
@@ -217,7 +221,7 @@ def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
         "gircse (refinement: mean InfoNCE of all steps)" in titles
         and len(plot_anchor_gain(report).axes[0].lines) == 3
     )
-    # the terms alone tell too
+    # the terms alone show it too
     assert titles == {
         axes.get_title(loc="left") for axes in plot_losses(report | {"card": {}}).axes
     }
@@ -225,7 +229,7 @@ def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_both_directions_on_cuda():
-    """The kernels for a packed row in half precision, against one text at a time in float32."""
+    """The kernels for a packed row in half precision, compared with one text at a time in float32."""
     model = tiny_model("mistral", sliding_window=16).cuda()
     model.set_attn_implementation(ATTENTION)
     batch = pack([list(range(5, 5 + n)) for n in (40, 3, 17)], "cuda")

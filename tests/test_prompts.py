@@ -1,5 +1,5 @@
-"""A model is asked as it was trained: with what instructions, in what wording, and whoever asks
-otherwise is told.
+"""A model is evaluated with the instructions and the wording that it was trained with; a user who
+chooses others gets a message.
 """
 
 import json
@@ -12,14 +12,16 @@ from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.embed.embedder import SETTINGS_FILE, Embedder
 
 WORDS = PROSE.split()
-STS = "Retrieve semantically similar text"  # Table 13; mteb has a full stop behind it
+STS = "Retrieve semantically similar text"  # Table 13; mteb ends it with a full stop
 TRAINED = "Instruct: {instruction}\nQuery: {text}"
 RELEASED = "{instruction}: {text}"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Pairs to train on, a table of instructions, and three tasks: one of mteb's, two of one's own."""
+    """Pairs to train on, a table of instructions, and three tasks: one of mteb's and two of the
+    user's own.
+    """
     folder = tmp_path_factory.mktemp("place")
     rows = [
         {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
@@ -69,7 +71,7 @@ def train(base, place, out, instructions, *more):
 
 @pytest.fixture(scope="module")
 def runs(base, place, tmp_path_factory):
-    """A run for every way to train, by its name."""
+    """A run for every kind of training, by its name."""
     folder = tmp_path_factory.mktemp("runs")
     ways = {
         "none": "none",
@@ -85,8 +87,8 @@ def runs(base, place, tmp_path_factory):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the model is asked, in order: (task, instruction, wording); the task is the first word
-    of its texts.
+    """The prompts that the model gets, in order: (task, instruction, wording); the task is the
+    first word of its texts.
     """
     found = []
     encode = Embedder.encode
@@ -99,8 +101,8 @@ def asked(monkeypatch):
     return found
 
 
-def told(asked, *words):
-    """Task → what it was asked with, of a command that evaluates the three tasks."""
+def prompts_of(asked, *words):
+    """Task → its prompts, for a command that evaluates the three tasks."""
     asked.clear()
     assert main([*map(str, words), "--dtype", "float32", "--max-length", "64"]) == 0
     different = set(asked)
@@ -128,7 +130,9 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys, name):
     capsys.readouterr()
-    found = told(asked, "eval", runs / name, "--tasks-dir", place / "tasks", "--out", tmp_path)
+    found = prompts_of(
+        asked, "eval", runs / name, "--tasks-dir", place / "tasks", "--out", tmp_path
+    )
     assert found == ASKED[name]
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith(f"== {name}: asked ") and first.endswith(", as it was trained"), first
@@ -139,26 +143,26 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
 
 
 def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, tmp_path, capsys):
-    """And a task of one's own gets those of its kind only from who asks for them."""
+    """A task of the user's own gets the instructions of its kind only on request."""
     words = ("eval", base, "--tasks-dir", place / "tasks", "--out", tmp_path)
-    assert told(asked, *words) == {
+    assert prompts_of(asked, *words) == {
         "STS17": (STS + ".", TRAINED),
         "Mine": (None, TRAINED),
         "Told": ("Find what is told", TRAINED),
     }
     assert "nothing tells what it was trained with" in capsys.readouterr().err.splitlines()[0]
-    found = told(asked, *words, "--prompts", "mteb")
+    found = prompts_of(asked, *words, "--prompts", "mteb")
     assert found["Mine"] == (STS + ".", TRAINED)
     for name in ("paper", "as_released", "none"):
-        assert told(asked, *words, "--prompts", name)["Mine"][0] is None
+        assert prompts_of(asked, *words, "--prompts", name)["Mine"][0] is None
 
 
 def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp_path, capsys):
     words = ("eval", runs / "none", "--tasks-dir", place / "tasks", "--out", tmp_path)
-    told(asked, *words)
+    prompts_of(asked, *words)
     before = (tmp_path / "none-64-float32" / "scores.json").read_bytes()
     capsys.readouterr()
-    assert told(asked, *words, "--prompts", "paper")["STS17"] == (STS, TRAINED)
+    assert prompts_of(asked, *words, "--prompts", "paper")["STS17"] == (STS, TRAINED)
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith(
         "== none: asked with prompts = paper, but trained with instructions = none"
@@ -179,19 +183,19 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
         "Asked with prompts paper though trained with instructions none" in shown
         and "none-paper-64-float32" in shown
     )
-    # asked by name, as it was trained: all is there
-    assert told(asked, *words, "--prompts", "none") == {}
+    # requested by name, as it was trained, so everything is known
+    assert prompts_of(asked, *words, "--prompts", "none") == {}
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("none")) == [
         "none-64-float32", "none-paper-64-float32"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_the_instructions_go_where_the_model_goes(runs, place, asked, tmp_path, name):
-    """Into an export, its own folder, and not into what is trained on it."""
+    """The prompts go into an export and its own folder, but not into what is trained on it."""
     assert main(["export", str(runs / name), "--out", str(tmp_path / "exported")]) == 0
     (place / "own.csv").rename(place / "moved.csv")
     try:
-        found = told(
+        found = prompts_of(
             asked,
             "eval",
             tmp_path / "exported",
@@ -287,8 +291,8 @@ def test_settings_that_make_no_sense_are_refused(runs, place, tmp_path, capsys):
 
 
 def asked_otherwise(record):
-    """Whether a record has task scores that were made with instructions unlike the training's, or
-    does not say with which.
+    """Whether a record has task scores with instructions unlike those of the training, or unknown
+    ones.
     """
     models = [
         model["about"]
@@ -303,7 +307,7 @@ def asked_otherwise(record):
 
 
 def test_no_shown_figure_was_asked_otherwise_than_its_model_was_trained():
-    """A score made with instructions that a model never saw says little of the model."""
+    """A score with instructions that a model was not trained with says little about the model."""
     folder = Path(__file__).parent.parent / "nbs" / "results"
     records = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     records = {name: record for name, record in records.items() if isinstance(record, dict)}

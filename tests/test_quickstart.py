@@ -1,4 +1,4 @@
-"""The main job, shortened: both arms on a tiny base and docstring pairs; the real one runs on
+"""The main command, shortened: both arms on a tiny base and docstring pairs; the real one runs on
 SmolLM2.
 """
 
@@ -38,7 +38,9 @@ def pipeline(base, *more):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_packages():
-    """Reading the docstrings of all packages takes longer than all the rest; `test_heldout` does."""
+    """A few pairs, because reading the docstrings of all packages takes longer than the rest;
+    `test_heldout` reads them.
+    """
     few = partial(docstring_pairs, packages=[*TRAINED_ON, *HELDOUT], heldout=HELDOUT, cache=False)
     with mock.patch.object(pipelines, "docstring_pairs", few):
         yield few

@@ -1,4 +1,4 @@
-"""A corpus that a real Ray on this machine encodes: two actors, one of which is killed in the middle."""
+"""A corpus encoded by a real Ray on this machine: two actors, one of which is killed in the middle."""
 
 import json
 import os
@@ -69,10 +69,12 @@ ray.shutdown()
 
 
 def run_job(home, texts, short) -> subprocess.CompletedProcess:
-    """The job in a process of its own, without the network."""
+    """The job in a separate process, without the network."""
     (home / "job.py").write_text(JOB)
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    quiet["RAY_worker_niceness"] = "0"  # on a busy machine Ray's 15 would wait for minutes
+    quiet["RAY_worker_niceness"] = (
+        "0"  # on a busy machine Ray's default of 15 would wait for minutes
+    )
     return subprocess.run(
         [sys.executable, home / "job.py", home, texts, short],
         env=os.environ | quiet | {"PYTHONPATH": str(ROOT)},
@@ -96,7 +98,7 @@ def short(tmp_path_factory):
 @pytest.mark.thorough
 @needs_ray
 def test_two_actors_one_of_them_killed(base, tmp_path, short):
-    """Every text is there once, with the vector that it has by itself."""
+    """Every text occurs once, with the vector that it has on its own."""
     model = Embedder.from_pretrained(base, dtype="float32")
     model.save_pretrained(tmp_path / "model")
     words = PROSE.split()
@@ -106,10 +108,10 @@ def test_two_actors_one_of_them_killed(base, tmp_path, short):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-    # two actors, and the one that came for the killed one; no GPU was asked for
+    # two actors and the replacement of the killed one; no GPU was requested
     assert len({pid for pid, _, _ in calls}) >= 3, calls
     assert {device for _, device, _ in calls} == {"cpu"}
-    # what the killed actor had done is done again
+    # the work of the killed actor is repeated
     assert (tmp_path / "killed").exists() and sum(int(rows) for _, _, rows in calls) > COUNT
     table = pq.read_table(tmp_path / "vectors").sort_by("id")
     assert table["id"].to_pylist() == [*range(COUNT)]

@@ -1,5 +1,5 @@
-"""Reading vectors of models on disk: whole models, adapters, every architecture and template; what
-cannot be read.
+"""Reading vectors of models on disk: whole models, adapters, every architecture and template, and
+what cannot be read.
 """
 
 import json
@@ -36,7 +36,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory):
-    """Adapters that matter, on the tiny base model."""
+    """Adapters that change the result, on the tiny base model."""
     embedder = Embedder.from_pretrained(base, **LOAD)
     torch.manual_seed(0)
     add_lora(embedder.decoder, rank=4, alpha=8)
@@ -50,8 +50,8 @@ def adapter(base, tmp_path_factory):
 
 @torch.no_grad()
 def by_transformers(model, anchor, tokens, opening=()):
-    """Greedy ids after an anchor, by the plain model of transformers, the whole sequence for every
-    token.
+    """Greedy ids after an anchor, by the plain model of transformers, which recomputes the whole
+    sequence for every token.
     """
     given = torch.cat(
         [
@@ -108,7 +108,7 @@ def test_every_architecture_from_disk(kind, tmp_path):
 
 
 def embedder_readings(embedder, texts, **settings):
-    """Greedy readings; whatever the checkpoint says about generation must not matter."""
+    """Readings are greedy; the checkpoint's generation settings must not matter."""
     embedder.decoder.causal_lm.generation_config.repetition_penalty = 3.0
     return [one.greedy for one in read_anchors(embedder, texts, max_new_tokens=8, **settings)]
 
@@ -190,8 +190,8 @@ def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_eight_threads_read_and_encode_at_once(base, training):
-    """A model that is read causally and encodes in both directions, by itself and with adapters
-    whose dropout is on.
+    """A model that reads causally and encodes in both directions, by itself and with adapters whose
+    dropout is on.
     """
     embedder = Embedder.from_pretrained(base, **LOAD, attention="bidirectional", pooling="mean")
     if training:
@@ -234,13 +234,14 @@ def test_eight_threads_read_and_encode_at_once(base, training):
 
 def test_instructions_change_the_vector_and_so_the_reading(base):
     embedder = Embedder.from_pretrained(base, **LOAD)
-    told = read_anchors(
+    readings = read_anchors(
         embedder, "what holds the ship", instruction="find the text", max_new_tokens=6
     )
     vectors = embedder.encode(["what holds the ship"], instruction="find the text")
-    assert told[0].greedy == read_vectors(embedder, vectors, max_new_tokens=6)[0].greedy
+    assert readings[0].greedy == read_vectors(embedder, vectors, max_new_tokens=6)[0].greedy
     assert (
-        told[0].greedy != read_anchors(embedder, "what holds the ship", max_new_tokens=6)[0].greedy
+        readings[0].greedy
+        != read_anchors(embedder, "what holds the ship", max_new_tokens=6)[0].greedy
     )
 
 
@@ -301,8 +302,6 @@ def test_report(base, adapter):
         assert all(
             len(one["samples"]) == 1 and len(one["next_tokens"]) == 2 for one in model["readings"]
         )
-    assert str(base) not in json.dumps(report), (
-        "a report names no folder of the machine it was made on"
-    )
+    assert str(base) not in json.dumps(report), "a report must not name a folder of the machine"
     with pytest.raises(InputError, match="no-such-model"):
         reading_report({"a": "no-such-model"}, PAIRS, 1)

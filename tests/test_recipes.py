@@ -1,5 +1,5 @@
-"""The shipped recipes hold the numbers of the paper and of its released configurations, written
-here once more.
+"""The shipped recipes have the numbers of the paper and of its released configurations, which are
+repeated here.
 """
 
 import socket
@@ -41,7 +41,7 @@ STAGE2 = COMMON | dict(
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )  # fmt: skip
 
-# the released configurations at 8 devices: pairs a device, accumulated passes; none was released
+# the released configurations at 8 devices: pairs per device, accumulated passes; none was released
 # for Mistral
 RELEASED = {
     "llama-3.2-1b": {"stage1": (32, 2), "stage2": (128, 1), "baseline": (64, 1)},
@@ -126,7 +126,7 @@ def test_as_released_differs_from_its_twin_as_stated(model, stage):
 
 
 def test_share_of_the_peak_rate_at_the_reported_steps():
-    """The released schedules are far from their end when the paper's numbers are read off."""
+    """At the number of steps that the paper reports, the released schedules are far from their end."""
     shares = {}
     for name, recipe in STAGES.items():
         objective = recipe.settings()["objective"]
@@ -221,7 +221,7 @@ def test_every_shipped_recipe_fits_eight_gpus_of_80_gb(name):
 
 @pytest.fixture
 def neither_weights_nor_a_network(monkeypatch):
-    "Modules may be made of sizes alone: on the meta device."
+    "Modules can be built from sizes alone, on the meta device."
     register = torch.nn.Module.register_parameter
 
     def only_sizes(module, name, weight):
@@ -250,8 +250,8 @@ SOFT_TOKENS = dict(objective="refinement", tuning="lora", refine_steps=5, poolin
 
 @pytest.mark.parametrize("model", GIRCSE)
 def test_gircse(model):
-    """The method's own numbers everywhere; everything else is the baseline's, or that of the
-    released code.
+    """The method's own numbers are used everywhere; everything else is the baseline's, or that of
+    the released code.
     """
     ours = ALL[f"{model}/gircse"]
     released = ALL[f"{model}/gircse_as_released"]

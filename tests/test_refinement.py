@@ -1,5 +1,5 @@
-"""GIRCSE end to end on tiny models: trained by a recipe, stopped and resumed, saved as weights and as adapters, loaded and encoded with any
-number of steps; several processes compute what one does."""
+"""GIRCSE end to end on tiny models: trained by a recipe, stopped and resumed, saved as weights and as adapters, loaded,
+and encoding with any number of steps; several processes compute the same as one."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ LORA = dict(tuning="lora", lora_rank=4, lora_alpha=16, lora_dropout=0.1)
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A model of every family of interest: tied and untied, the Qwens with more rows than there are
+    """A model of every relevant family: tied and untied, and the Qwens, which have more rows than
     tokens.
     """
     folder = tmp_path_factory.mktemp("refinement")
@@ -93,7 +93,7 @@ def test_trained_resumed_saved_and_loaded(bases, tmp_path, base, tuning, kind):
             torch.equal(ours[name], expected[name]) for name in expected
         )
 
-    checkpoint = load(tmp_path / "whole" / "step-000004")  # the adapter, where there is one
+    checkpoint = load(tmp_path / "whole" / "step-000004")  # the adapter, if there is one
     np.testing.assert_allclose(checkpoint.encode(TEXTS), vectors, rtol=1e-3, atol=1e-3)
     if kind == "pause":
         first = load_file(tmp_path / "whole" / "step-000002" / "pause_tokens.safetensors")[
@@ -162,8 +162,8 @@ def test_evaluation_sees_soft_tokens_and_dry_run_says_the_first_loss(bases, tmp_
 
 
 def test_rows_without_a_token_are_in_no_soft_token(bases, tmp_path):
-    """What stands in the unused rows changes nothing unless a recipe lets them take part; the
-    choice is saved.
+    """The values in unused rows change nothing unless a recipe includes these rows; the choice is
+    saved.
     """
     out = {
         mask: run(
@@ -184,7 +184,7 @@ def test_rows_without_a_token_are_in_no_soft_token(bases, tmp_path):
             embedder.decoder.causal_lm.get_input_embeddings().weight[TOKENS:] += 3
         assert np.array_equal(vectors, embedder.encode(TEXTS)) == mask
     whole = json.loads((out[True] / "anchor_embedding.json").read_text())
-    del whole["soft_tokens"]["vocabulary"]  # as saved before there was a choice: every row
+    del whole["soft_tokens"]["vocabulary"]  # as saved before the choice existed: every row
     (out[True] / "anchor_embedding.json").write_text(json.dumps(whole))
     assert load(out[True]).soft_tokens.vocabulary == 0
 

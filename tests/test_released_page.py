@@ -1,4 +1,4 @@
-"""The page "Released code, paper, here" names a test for every row, and each of them exists."""
+"""The page "Released code, paper, here" names a test for every row, and each of these tests exists."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ def rows():
 
 
 def anchors(notebook):
-    """The anchors of a notebook's headings, as pandoc makes them."""
+    """The link anchors of a notebook's headings, as pandoc makes them."""
     text = "\n".join(
         joined(cell["source"]) for cell in read_cells(notebook) if cell["cell_type"] == "markdown"
     )
@@ -43,7 +43,7 @@ def functions(path):
 
 
 def missing(guard):
-    """What a guard names and the project has not."""
+    """The names in a guard that do not exist in the project."""
     links = [
         (name, anchor)
         for name, anchor in re.findall(LINK, guard)

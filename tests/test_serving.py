@@ -1,5 +1,5 @@
-"""An exported model's ONNX graph in onnxruntime: our vectors, whatever the model, the padding and
-the length; and what a graph cannot hold is refused before anything is written.
+"""An exported model's ONNX graph in onnxruntime gives our vectors for every model, padding and
+length; a model that no graph can represent is refused before anything is written.
 """
 
 import json
@@ -31,13 +31,13 @@ TOKENIZERS = {"llama": "llama3", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": 
 
 
 def make(kind="llama", pooling="eos", **overrides):
-    """A tiny embedder in its chat template."""
+    """A tiny embedder with its chat template."""
     tokenizer = TextTokenizer(tiny_tokenizer(TOKENIZERS[kind]), "chat", MAX_LENGTH)
     return Embedder(CausalDecoder(tiny_model(kind, **overrides)), tokenizer, pooling)
 
 
 def run(folder, texts, side="right", batch_size=4):
-    """Vectors by onnxruntime, of batches that the exported tokenizer pads."""
+    """Vectors from onnxruntime, of batches that the exported tokenizer pads."""
     session = onnxruntime.InferenceSession(folder / onnx.ONNX_FILE)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
     found = []

@@ -1,4 +1,4 @@
-"""The site as readers get it: its configuration, its Markdown twins, and every page in a real
+"""The site as readers get it: its configuration, its Markdown copies, and every page in a real
 browser.
 """
 
@@ -65,7 +65,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """Addresses of all pages, below the site's folder."""
+    """Addresses of all pages, relative to the site's folder."""
     found = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
     return [page for page in found if page != "404.html"]
 
@@ -76,11 +76,15 @@ def pages(site):
 @pytest.mark.parametrize(
     ("line", "changed", "said"),
     [
-        ("type: website", "type: website\n  preview: true", "the key project.preview is not known"),
+        (
+            "type: website",
+            "type: website\n  preview: true",
+            "does not know the key project.preview",
+        ),
         (
             "toc: true",
             "toc: true\n    code-fold: true",
-            "the key format.html.code-fold is not known",
+            "does not know the key format.html.code-fold",
         ),
         (
             "html-math-method: mathml",
@@ -91,7 +95,7 @@ def pages(site):
         (
             "- model/10_text.ipynb",
             "- 00_gone.ipynb",
-            "names 00_gone.ipynb, and there is no such notebook",
+            "names 00_gone.ipynb, which does not exist",
         ),
     ],
 )
@@ -106,8 +110,8 @@ def test_what_is_not_known_ends_the_build(render, tmp_path, line, changed, said)
 
 
 def test_a_dead_link_ends_the_build(render, tmp_path, caplog):
-    """A site of one page; its link to a heading that is there is fine, the one to a page that is
-    not is the end.
+    """A site of one page: a link to an existing heading is fine, a link to a missing page stops the
+    build.
     """
     for name in ("docs", "nbs/images"):
         (tmp_path / name).mkdir(parents=True)
@@ -172,7 +176,7 @@ def test_a_page_holds_its_outputs_and_its_reference(site):
 
 @pytest.fixture(scope="module")
 def address(site):
-    """The site behind a plain file server."""
+    """The site on a plain file server."""
     handler = partial(
         type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}),
         directory=str(site),
@@ -199,7 +203,7 @@ def browser():
 
 @pytest.fixture
 def tab(browser, address, request):
-    """A tab that notes console errors and requests to anywhere else."""
+    """A tab that records console errors and requests to other hosts."""
     context = browser.new_context(**request.param)
     tab = context.new_page()
     tab.faults = []
@@ -226,7 +230,7 @@ def tab(browser, address, request):
 
 
 def dead_links(address: str, site: Path, looks: dict) -> list[str]:
-    """Internal links whose page, file or anchor is not there."""
+    """Internal links whose page, file or anchor does not exist."""
     ids = {urljoin(address, page): set(look["ids"]) for page, look in looks.items()}
     dead = []
     for page, look in looks.items():

@@ -33,7 +33,7 @@ NEW_NAMES = sorted({name.removesuffix("_split1").removesuffix("_split2") for nam
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache folder of the test."""
+    """A cache folder for one test."""
     monkeypatch.setenv("ANCHOR_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "stores"
 
@@ -74,7 +74,7 @@ def write_rows(path, found):
 
 
 def stores(cache):
-    """What lies in the cache, locks apart."""
+    """The files in the cache, except locks."""
     return (
         sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
         if cache.exists()
@@ -176,7 +176,7 @@ def make_saved(folder):
 def test_a_store_equals_the_list(tmp_path, make):
     make(tmp_path / "source")
     listed = read_examples(tmp_path / "source")
-    for _ in range(2):  # made, then mapped
+    for _ in range(2):  # created, then mapped
         store = open_examples(tmp_path / "source")
         assert list(store) == listed and len(listed) > 50
         assert store.fingerprint == fingerprint(listed)
@@ -273,14 +273,16 @@ def test_a_killed_pass_leaves_nothing_that_is_trusted(tmp_path, cache):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        # it was done before the signal came
+        # it was finished before the signal came
         if any(not name.startswith(".") for name in stores(cache)):
             shutil.rmtree(cache)
         else:
             killed += process.returncode == -signal.SIGKILL
         if killed == 2:
             break
-    assert killed == 2 and len(stores(cache)) == 1  # the second one removed what the first had left
+    assert (
+        killed == 2 and len(stores(cache)) == 1
+    )  # the second process removed what the first had left
     store = open_examples(tmp_path / "source")
     assert store.fingerprint == fingerprint(read_examples(tmp_path / "source"))
     assert stores(cache) == [store.folder.name]
@@ -293,12 +295,12 @@ def test_a_changed_source_is_read_anew(tmp_path, cache):
     write_rows(path, rows(60, 1))
     new = open_examples(tmp_path / "source")
     assert (len(new), list(new)) == (60, read_examples(tmp_path / "source"))
-    assert (len(old), old[0]) == (50, first)  # whoever has the old one open goes on with it
+    assert (len(old), old[0]) == (50, first)  # a process that has the old one open keeps using it
     write_rows(tmp_path / "source" / "squad.jsonl", rows(10))
     assert list(open_examples(tmp_path / "source")) == read_examples(tmp_path / "source")
     assert len(stores(cache)) == 1
     text = path.read_bytes()
-    path.write_bytes(text.replace(b"anchor", b"ANCHOR"))  # of the same size, in the same second
+    path.write_bytes(text.replace(b"anchor", b"ANCHOR"))  # the same size, in the same second
     assert list(open_examples(tmp_path / "source")) == read_examples(tmp_path / "source")
 
 

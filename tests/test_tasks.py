@@ -44,7 +44,7 @@ def lines(rows):
 
 
 def write(folder, **files):
-    """JSONL of rows, or text as it is."""
+    """Rows as JSONL, or text as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     for stem, content in files.items():
         name, text = (
@@ -57,7 +57,7 @@ def write(folder, **files):
 
 
 def local_tasks(folder, names=None):
-    """All tasks of a folder, or the first one's error."""
+    """All tasks of a folder, or raises the first one's error."""
     tasks = list(open_tasks(names, folder).values())
     for task in tasks:
         if isinstance(task, InputError):
@@ -108,25 +108,25 @@ def test_names_are_split_at_commas_that_are_not_theirs():
 
 
 def test_every_task_has_the_sides_it_should():
-    """Queries and both sides of symmetric tasks are told what is asked; documents only where they
+    """Queries and both sides of symmetric tasks get the instruction; documents get it only if they
     are questions too.
     """
-    told = {}
+    instructed = {}
     for task in find_tasks("MTEB(eng, v1)"):
-        told[task.metadata.name] = [
+        instructed[task.metadata.name] = [
             side for side in ("query", "document", None) if gets_instruction(task.metadata, side)
         ]
-    both = {name for name, sides in told.items() if "document" in sides}
+    both = {name for name, sides in instructed.items() if "document" in sides}
     assert both == {"QuoraRetrieval", "AskUbuntuDupQuestions", "StackOverflowDupQuestions"}
-    assert all("query" in sides and None in sides for sides in told.values())
+    assert all("query" in sides and None in sides for sides in instructed.values())
 
 
 def test_the_papers_wording_differs_from_mtebs_where_it_should():
-    """STS and summarization have none in mteb 2.26; three more are worded differently."""
+    """STS and summarization have no instruction in mteb 2.26; three more are worded differently."""
     differ = []
     for task in find_tasks("MTEB(eng, v1)"):
         if task.metadata.name == "CQADupstackRetrieval":
-            continue  # twelve tasks in one, each with a prompt of its own
+            continue  # twelve tasks in one, each with its own prompt
         side = "query" if task.metadata.type in ("Retrieval", "Reranking") else None
         prompt = task.metadata.prompt
         own = prompt.get("query") if isinstance(prompt, dict) else prompt
@@ -382,7 +382,7 @@ def test_a_name_of_mteb_with_data_of_another_kind(tmp_path):
     assert isinstance(opened["SciFact"], InputError) and "SciFact is a Retrieval task" in str(
         opened["SciFact"]
     )
-    assert opened["STS12"].metadata.name == "STS12"  # the others stay usable
+    assert opened["STS12"].metadata.name == "STS12"  # the other tasks stay usable
 
 
 def test_a_task_of_many_languages_must_say_which(tmp_path):
@@ -407,7 +407,7 @@ def test_a_task_of_many_languages_must_say_which(tmp_path):
 
 @needs_data
 def test_real_tasks_are_mtebs_own_size():
-    """Characters and counts equal those that mteb publishes, where the data are MTEB's."""
+    """Characters and counts equal those that mteb publishes, if the data are MTEB's."""
     exact = (
         "SciFact",
         "NFCorpus",

@@ -1,5 +1,5 @@
-"""Encoding from several threads at once: the vectors of one thread, and no setting of the process
-changed.
+"""Encoding from several threads at once gives the vectors of one thread and changes no setting of
+the process.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def decoder_in(dtype):
 
 
 def process_wide():
-    """The settings of the process that a product of matrices looks at."""
+    """The settings of the process that affect a matrix product."""
     own = torch.backends.mkldnn
     return (
         own.matmul.fp32_precision,

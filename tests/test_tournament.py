@@ -1,5 +1,5 @@
 """Tournaments of tiny models: the same batches for all, budgets that give the stated steps,
-interrupted ones that go on, and clear errors.
+resumption after an interruption, and clear errors.
 """
 
 import json
@@ -45,7 +45,7 @@ def small(base):
 
 @pytest.fixture(scope="module")
 def play(base):
-    """A tournament on the same pairs, without a word."""
+    """A tournament on the same pairs, without messages."""
     return lambda recipes, out, **more: tournament(
         recipes,
         out,
@@ -134,7 +134,7 @@ def test_interrupted_goes_on_and_finished_is_left_alone(played, play, tmp_path):
     _, whole = played
     calls = []
 
-    def interrupt(embedder):  # in the last contestant, behind its first checkpoint
+    def interrupt(embedder):  # in the last contestant, after its first checkpoint
         calls.append(1)
         if len(calls) == 11:
             raise KeyboardInterrupt
@@ -212,7 +212,7 @@ def test_differences_have_a_sign_and_one_run_no_verdict():
 
 
 def seeded_ranks(seeds, best):
-    """Ranks of twenty queries by seed, a few of them moved."""
+    """Ranks of twenty queries for each seed, a few of them changed."""
     return {
         str(seed): [best + (random.Random(f"{best} {seed} {i}").random() < 0.1) for i in range(20)]
         for seed in range(seeds)
@@ -338,7 +338,7 @@ def test_budgets_that_buy_nothing(play, tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             play(THREE, tmp_path / "out", **changes)
-    assert not (tmp_path / "out").exists()  # so that a better budget can be given
+    assert not (tmp_path / "out").exists()  # so that a better budget can be named
 
 
 def test_begun_otherwise(played, play):
@@ -455,5 +455,7 @@ def test_queries_alone_tell_a_method_from_itself_and_seeds_do_not(same_method):
         for i, one in enumerate(figures)
         for other in figures[:i]
     ]
-    assert verdicts.count("level") < 0.8 * len(verdicts)  # intervals of the queries of one run each
+    assert verdicts.count("level") < 0.8 * len(
+        verdicts
+    )  # intervals over the queries of one run each
     assert sum(one.verdict != "level" for one in against_itself(report, 50)) <= 4

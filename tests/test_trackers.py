@@ -1,4 +1,4 @@
-"""Trackers get what metrics.jsonl holds, the loss of every dataset among it; a tracker that is not
+"""Trackers get what metrics.jsonl has, including the loss of every dataset; a tracker that is not
 installed is refused.
 """
 

@@ -1,4 +1,4 @@
-"""Faults that once passed every test: each has one of its own here."""
+"""Faults that once passed every test: each has its own test here."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def small(base, pairs, **settings):
 def test_the_optimizer_is_adamw_with_the_settings_of_the_recipe(
     base, examples, pairs, tmp_path, monkeypatch
 ):
-    """Weight decay, both betas and epsilon, against the formula of Loshchilov and Hutter."""
+    """Weight decay, both betas and epsilon, compared with the formula of Loshchilov and Hutter."""
     rate, beta1, beta2, epsilon, decay = 3e-3, 0.6, 0.7, 1e-3, 0.3
     recipe = small(base, pairs, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=decay)
     recipe = recipe.replace(schedule_steps=10**9)
@@ -72,7 +72,9 @@ def test_the_optimizer_is_adamw_with_the_settings_of_the_recipe(
 
 @pytest.mark.thorough
 def test_every_step_and_every_process_has_noise_of_its_own(base, pairs, tmp_path):
-    """The state of the generator in each of three steps of two processes: six different ones."""
+    """The state of the random generator in each of three steps of two processes: six different
+    states.
+    """
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os\n"
@@ -149,7 +151,7 @@ def batches_of_rows(examples):
 
 
 def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monkeypatch):
-    """More rows than one batch of the file holds, asked for in any order."""
+    """More rows than one batch of the file holds, requested in any order."""
     monkeypatch.setenv("ANCHOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(store_module, "_chunks", batches_of_rows)
     wanted = [Example(f"query {i}", f"positive {i}", (f"no {i}",), "many") for i in range(5000)]
@@ -165,7 +167,7 @@ def test_rows_of_a_store_are_those_of_the_file_wherever_they_are(tmp_path, monke
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_processes_share_a_batch(base, examples, pairs, balanced):
-    """Every pair of a batch is one process's, and no two have the same."""
+    """Every pair of a batch belongs to one process, and to no other."""
     recipe = small(base, pairs)
     data = make_data(recipe, prepare_tokenizer(recipe, recipe.base), examples)
     data = replace(data, balanced=balanced)
@@ -176,7 +178,7 @@ def test_processes_share_a_batch(base, examples, pairs, balanced):
 
 
 def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pairs, tmp_path):
-    """A schedule of warm-up and decay, and gradients of which nothing stays for the next step."""
+    """A schedule of warm-up and decay; no gradient is carried over to the next step."""
     recipe = small(base, pairs, steps=4, warmup_steps=2, max_grad_norm=1e-3)
     run = open_run(recipe, tmp_path / "run", examples, say=quiet)
     rates = []
@@ -200,7 +202,7 @@ def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pai
 
 
 def test_evaluations_come_as_often_as_asked_for_and_at_the_end(base, examples, pairs, tmp_path):
-    """Also over a run that goes on: none is left out, none comes twice."""
+    """Also in a resumed run, no example is left out and none is used twice."""
     recipe = small(base, pairs, steps=5, eval_every=2, checkpoint_every=3)
 
     def run(**settings):
@@ -237,7 +239,7 @@ def test_a_loss_that_is_no_number_ends_the_run(base, examples, pairs, tmp_path, 
 
 
 def test_adapters_begin_as_the_seed_says(base, pairs):
-    """The same seed draws the same matrices, another one others."""
+    """The same seed draws the same matrices, another seed others."""
 
     def first_matrix(seed):
         recipe = small(base, pairs, tuning="lora", seed=seed)
@@ -250,7 +252,7 @@ def test_adapters_begin_as_the_seed_says(base, pairs):
 
 
 def test_random_negatives_are_other_ones_for_every_query():
-    """Of equal scores: each query's own choice, which its key alone decides."""
+    """Among equal scores each query has its own choice, which depends only on its key."""
     settings = MiningSettings(num_negatives=3, sampling="random", relative_margin=None)
     scores = np.tile(np.linspace(0.9, 0.1, 50, dtype=np.float32), (20, 1))
     ones = np.ones(20, np.float32)

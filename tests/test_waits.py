@@ -1,5 +1,5 @@
-"""Where a step waits for the device: only where the training loop says so. Looked for on any machine in the calls that would wait, and on a
-GPU by the GPU itself."""
+"""A step waits for the device only where the training loop says so. On any machine the test looks for calls that would
+wait; on a GPU, CUDA itself reports them."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ from anchor_embedding.objectives import (
     released,
 )
 
-# the loss terms, once a step
+# the loss terms, once per step
 NAMED = {("reconstruction.py", "named_terms"), ("contrastive.py", "as_numbers")}
 ROOMS = {"decoder.py", "reconstruction.py", "released.py", "contrastive.py", "bag_of_tokens.py",
          "contrasted_reconstruction.py", "mntp.py", "refinement.py", "soft_tokens.py", "ranks.py"}  # fmt: skip
@@ -33,7 +33,7 @@ INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def by_values(index):
-    """Whether an index is a mask, whose size only the device knows, or a list, which has to be
+    """Whether an index is a mask, whose size only the device knows, or a list, which must be
     copied.
     """
     parts = index if isinstance(index, tuple) else (index,)
@@ -44,7 +44,7 @@ def by_values(index):
 
 
 def waits(function, arguments, settings):
-    """Whether a call makes the host wait for the device, given tensors that are there."""
+    """Whether a call makes the host wait for the device, given its tensors."""
     if function in READS:
         return True
     if function is torch.tensor:
@@ -62,7 +62,7 @@ def waits(function, arguments, settings):
 
 
 class Watch(TorchFunctionMode):
-    """Notes the functions of this package whose calls would wait."""
+    """Records the functions of this package whose calls would wait."""
 
     def __init__(self):
         super().__init__()
@@ -140,12 +140,12 @@ def unwatched(function):
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_step_on_cuda_waits_only_for_its_loss(case):
-    """CUDA itself raises where the host waits; kernels are compiled and memory is taken in the step
-    before.
+    """CUDA itself raises an error if the host waits; the step before compiles kernels and allocates
+    memory.
     """
     decoder, batch, objective = prepared(case, "cuda")
     decoder.bfloat16()
-    AcceleratorState._reset_state(reset_partial_state=True)  # other tests are at work on the CPU
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests are using the CPU
     accelerator = Accelerator()
     objective.step(decoder, batch, accelerator)
     named = [

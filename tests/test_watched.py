@@ -1,4 +1,4 @@
-"""What Stage I measures beside its loss, on which pairs, and what it is held against."""
+"""What Stage I measures beside its loss, on which pairs, and what it compares it with."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def lines_and_card(folder):
 
 
 def by_hand(stage, watched):
-    """Gain and ceiling of these pairs, of the base as it is."""
+    """Gain and ceiling of these pairs, for the untouched base."""
     tokenizer = prepare_tokenizer(stage, stage.base)
     batch = tokenize_batch(watched, tokenizer, Instructions.none(), hard_negatives=0)
     objective = stage.objective.prepared(tokenizer)
