@@ -471,7 +471,7 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
 
 def check_approximate(capsys, words, exact, folder):
     """An index gives the same hits and says that they are approximate; bad input gives one line."""
-    assert "has no index; make it" in failure(capsys, *words, "--approximate")
+    assert "has no index; build it" in failure(capsys, *words, "--approximate")
     assert main(["index", str(folder)]) == 0
     assert f"an index of 40 vectors: {folder / 'index'}" in capsys.readouterr().err
     assert main([*words, "--approximate"]) == 0

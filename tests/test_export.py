@@ -196,7 +196,7 @@ def test_adapter_merged_exported(tmp_path, texts):
     )
     merge_lora(embedder.decoder)
     assert worst(load(export_embedder(embedder, tmp_path / "merged")).encode(texts), ours) > 0.9999
-    with pytest.raises(InputError, match="has no adapter of its own"):
+    with pytest.raises(InputError, match="has no adapter"):
         export_embedder(embedder, tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()
 
@@ -334,7 +334,7 @@ def test_card(tmp_path, run, base):
     for text in (*expected, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
         assert text in card.text, text
     assert (
-        "departs from the paper" in card.text
+        "Differences from the paper" in card.text
         and "| batch size | 8 |" not in card.text
         and "| batch_size | 8 |" in card.text
     )
@@ -397,7 +397,7 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(calls))
     embedder = with_adapter(make(tmp_path / "model"))
-    with pytest.raises(InputError, match="the base of this adapter is a folder here"):
+    with pytest.raises(InputError, match="the base of this adapter is a local folder"):
         export_embedder(embedder, tmp_path / "exported", adapter=True, push="owner/name")
     assert not calls and not (tmp_path / "exported").exists()
     export_embedder(
@@ -467,7 +467,7 @@ def test_push_without_a_hub(tmp_path):
     (tmp_path / "README.md").write_text("a model")
     for name in ("owner/name", "no such name/"):
         with pytest.raises(
-            InputError, match=f"the model hub did not take {name}: .* the export itself is whole"
+            InputError, match=f"the model hub did not take {name}: .* the export itself is complete"
         ):
             push_to_hub(tmp_path, name)
 
@@ -478,7 +478,7 @@ def test_bad_input(tmp_path):
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for place in ("full", "file"):
-        with pytest.raises(InputError, match="something is there already; name a new folder"):
+        with pytest.raises(InputError, match="it already exists; name a new folder"):
             export_embedder(embedder, tmp_path / place)
     with pytest.raises(InputError, match="cannot write"):
         export_embedder(embedder, tmp_path / "file" / "inside")
@@ -491,7 +491,7 @@ def test_bad_input(tmp_path):
         export_embedder(embedder, tmp_path / "new", padding_side="middle")
     embedder.pooling = "cls"
     with pytest.raises(
-        InputError, match="no pooling like 'cls'; it can be eos, last, mean, weighted_mean"
+        InputError, match="no pooling 'cls'; an exported model can have eos, last, mean, weighted_mean"
     ):
         export_embedder(embedder, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "model"]

@@ -115,7 +115,7 @@ def test_the_card_tells_what_was_done(pairs, mined, capsys):
     # mine again, replacing the first result
     again = ["mine", "--data", str(pairs), "--out", str(mined), "--num-negatives", "4", "--json"]
     assert main(again) == 2
-    assert f"{mined} is there already; name another file, or replace" in capsys.readouterr().err
+    assert f"{mined} already exists; name another file, or replace" in capsys.readouterr().err
     assert main([*again, "--force"]) == 0
     assert json.loads(capsys.readouterr().out) == card
 
@@ -740,9 +740,9 @@ def no_manifest(folder):
         ({}, cut_shard, "shard-00003.parquet: "),
         ({}, damaged_inside, "shard-00002.parquet: "),
         ({}, no_manifest, "is not a corpus of vectors: it has no corpus.json"),
-        ({"columns": ()}, None, "keeps no column 'text'; encode the corpus into a new folder, with --columns text"),
+        ({"columns": ()}, None, "has no column 'text'; encode the corpus into a new folder, with --columns text"),
         ({"columns": ("id_of",)}, None, "with --columns id_of,text"),
-        ({"instruction": "Find it."}, None, "were encoded with the instruction 'Find it.', and those of one are to be with no instruction"),
+        ({"instruction": "Find it."}, None, "were encoded with the instruction 'Find it.', but those of one need no instruction"),
     ],
 )  # fmt: skip
 def test_shards_that_cannot_be_used(steady, many_cases, tmp_path, settings, damage, words):
@@ -771,9 +771,9 @@ def test_shards_of_another_model_are_refused(base, steady, many_cases, tmp_path)
     own = CosineScores(steady.encode, steady.encode)
     cases = {
         "was encoded by another model": other,
-        "was encoded with max_length 512, and this model reads with 20": shorter,
-        "was encoded with template 'chat', and this model reads with 'plain'": plain,
-        "CosineScores was not loaded as its model": own,
+        "was encoded with max_length 512, but this model reads with 20": shorter,
+        "was encoded with template 'chat', but this model reads with 'plain'": plain,
+        "CosineScores cannot be compared with its model": own,
     }
     for words, model in cases.items():
         with pytest.raises(InputError, match=re.escape(words)):
@@ -793,7 +793,7 @@ def test_the_instruction_of_a_symmetric_dataset(steady, many_cases, tmp_path):
     given = {"corpus": vectors, **QUIET}
     mine_negatives(pairs, tmp_path / "both.jsonl", steady, instructions=both, **given)
     first = Instructions("test", both.table, frozenset({"one"}))
-    with pytest.raises(InputError, match="those of two are to be with no instruction"):
+    with pytest.raises(InputError, match="those of two need no instruction"):
         mine_negatives(pairs, tmp_path / "x.jsonl", steady, instructions=first, **given)
 
 
@@ -982,12 +982,12 @@ def test_what_was_finished_is_not_mixed(steady, many_cases, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         mine_negatives(pairs, out, Interrupts(steady.decoder, steady.tokenizer), **given)
     work = tmp_path / ".mined.jsonl.mining"
-    assert said == [f"note: what was finished is in {work}; --resume goes on with it"]
+    assert said == [f"note: the finished work is in {work}; go on with --resume"]
     kept = {path: path.read_bytes() for path in work.rglob("*.*")}
     assert len(kept) > 1
     corpus = many_cases / "documents.jsonl"
     refused = {
-        "keeps what an earlier run had finished": {},
+        "holds the finished work of a run": {},
         "num_negatives was 5 and is now 4": {"settings": MiningSettings(num_negatives=4)},
         "corpus was": {"corpus": corpus},
         "instructions was": {"instructions": Instructions("test", {"one": ("Find it.",)})},

@@ -134,7 +134,7 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
     if stage.attention == "bidirectional":
         both = Embedder.from_pretrained(final, dtype="float32", device="cpu", pooling="eos")
         assert model_revision(both) != model_revision(other)
-        with pytest.raises(InputError, match="read this model causally"):
+        with pytest.raises(InputError, match="read this model with causal attention"):
             export_embedder(loaded, tmp_path / "exported")
 
 

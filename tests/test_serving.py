@@ -146,7 +146,7 @@ def test_without_the_word_there_is_no_graph(tmp_path):
 @pytest.mark.thorough
 def test_a_graph_that_is_not_the_model_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "_weights", lambda mask, pooling: mask / mask.sum(1, keepdim=True))
-    with pytest.raises(InputError, match="the ONNX graph is not this model"):
+    with pytest.raises(InputError, match="the ONNX graph differs from this model"):
         export_embedder(make(), tmp_path / "model", onnx=True)
     assert not list(tmp_path.iterdir())
 
@@ -165,7 +165,7 @@ def bidirectional():
 @pytest.mark.parametrize(
     "model, options, message",
     [
-        (soft, {}, "no pooling like 'mean of soft tokens'"),
+        (soft, {}, "no pooling 'mean of soft tokens'"),
         (bidirectional, {}, "trained to read in both directions"),
         (make, {"adapter": True}, "holds merged weights; leave out adapter, or onnx"),
     ],

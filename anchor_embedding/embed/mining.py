@@ -19,7 +19,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -55,31 +55,27 @@ from ..model.base import resolve_base
 # %% ../../nbs/embed/50_mining.ipynb #4b7e1da8
 @dataclass(frozen=True, kw_only=True)
 class MiningSettings:
-    """Which of the documents that look right are taken; raises `InputError` for values that cannot
-    be.
-    """
+    "Which documents are taken as hard negatives. Raises `InputError` for impossible values."
 
-    num_negatives: int = 5  # of a query, at most
-    # a negative scores less than the positive by this share of it, at least; None = whatever it
-    # scores
+    num_negatives: int = 5  # maximum for a query
+    # how far below the positive's score a negative must score, as a share of that score; None = no
+    # such limit
     relative_margin: float | None = 0.05
     absolute_margin: float | None = None  # the same as a difference of scores
-    max_score: float | None = None  # a negative scores at most this
-    min_score: float | None = None  # and at least this
-    range_min: int = 0  # so many of the best documents of a query are passed over
-    range_max: int = 100  # those from this rank on are not looked at
-    sampling: str = "top"  # the best ones that are left, or "random" ones
-    seed: int = 42  # of the random ones
+    max_score: float | None = None  # highest score of a negative
+    min_score: float | None = None  # lowest score of a negative
+    range_min: int = 0  # number of best documents of a query that are passed over
+    range_max: int = 100  # documents from this rank on are ignored
+    sampling: str = "top"  # take the best of the remaining documents, or "random" ones
+    seed: int = 42  # of the random choice
 
     def __post_init__(self):
         if self.num_negatives < 1:
             raise InputError(f"num_negatives must be at least 1, not {self.num_negatives}")
         if not 0 <= self.range_min <= self.range_max - self.num_negatives:
-            ranks = f"range_min {self.range_min} and range_max {self.range_max}"
             raise InputError(
-                f"{ranks} leave no room for "
-                f"{counted(self.num_negatives, 'negative')}; raise range_max or lower "
-                "the others"
+                f"range_min {self.range_min} and range_max {self.range_max} leave no room for "
+                f"{counted(self.num_negatives, 'negative')}; raise range_max or lower the others"
             )
         if self.seed < 0:
             raise InputError(f"seed = {self.seed}: must be at least 0")
@@ -102,8 +98,8 @@ class MiningSettings:
             and self.min_score > self.max_score
         ):
             raise InputError(
-                f"min_score {self.min_score} is above max_score {self.max_score}; no "
-                "score lies between them"
+                f"min_score {self.min_score} is above max_score {self.max_score}; no score is "
+                "between them"
             )
 
 # %% ../../nbs/embed/50_mining.ipynb #c71c6c49
@@ -126,30 +122,25 @@ def score_limit(
 # %% ../../nbs/embed/50_mining.ipynb #4e2d24a7
 def choose_negatives(
     settings: MiningSettings,
-    scores: np.ndarray,  # (b, k) of each query's candidates, best first; -inf where there is none
+    scores: np.ndarray,  # (b, k) of each query's candidates, best first; -inf = no candidate
     positive: np.ndarray,  # (b,) score of each query's positive
     keys: Sequence[int],  # of the queries, for random choices
-    floor: float = -np.inf,  # what scores no more than this is no candidate
+    floor: float = -np.inf,  # a candidate must score more than this
 ) -> tuple[np.ndarray, np.ndarray]:  # (b, n) columns, ascending, and (b, n) whether each is taken
-    "The candidates that become negatives."
+    "Choose the candidates that become negatives."
     ranks = np.arange(scores.shape[1])
     allowed = (ranks >= settings.range_min) & (ranks < settings.range_max) & (scores > floor)
     allowed &= scores <= score_limit(settings, positive)[:, None]
     if settings.min_score is not None:
         allowed &= scores >= settings.min_score
-    first = np.broadcast_to(ranks, scores.shape).astype(np.float64)
+    preference = ranks  # the lowest are taken
     if settings.sampling == "random":
-        first = np.stack(
-            [
-                np.random.default_rng([settings.seed, int(key)]).random(scores.shape[1])
-                for key in keys
-            ]
+        preference = np.stack(
+            [np.random.default_rng([settings.seed, int(key)]).random(len(ranks)) for key in keys]
         )
-    order = np.argsort(np.where(allowed, first, np.inf), axis=1, kind="stable")[
-        :, : settings.num_negatives
-    ]
-    order.sort(axis=1)
-    return order, np.take_along_axis(allowed, order, axis=1)
+    order = np.argsort(np.where(allowed, preference, np.inf), axis=1, kind="stable")
+    columns = np.sort(order[:, : settings.num_negatives], axis=1)
+    return columns, np.take_along_axis(allowed, columns, axis=1)
 
 # %% ../../nbs/embed/50_mining.ipynb #0ba4b6c9
 def _digest(text: str) -> int:
@@ -159,13 +150,13 @@ def _digest(text: str) -> int:
 
 
 def folded_hash(text: str) -> int:
-    "A hash (64 bits) of a text, the same for other capitals and other white space."
+    "A 64-bit hash of a text that ignores case and white space."
     return _digest(" ".join(text.casefold().split()))
 
 
 class _Places:
-    """Where texts are: in a row of a store (slot 0: its query or positive, 1 …: its negatives), or
-    in a corpus (row -1; slot: its number there).
+    """The positions of texts: in a row of a store (slot 0 = its query or positive, from 1 on = its
+    negatives), or in a corpus (row -1, slot = its number there).
     """
 
     def __init__(self):
@@ -181,8 +172,8 @@ class _Places:
         self.slots.append(slot)
 
     def different(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Keys, ascending and each once, with row and slot of a text that has it; of several texts
-        always the same one.
+        """The different keys, ascending, each with the row and slot of a text that has it; of
+        several texts with the same key always the same one.
         """
         keys = np.array(self.keys)
         rows = np.array(self.rows)
@@ -207,7 +198,7 @@ class ListedDocuments:
         return len(self.texts)
 
     def vectors(self) -> Iterator[tuple[range, np.ndarray]]:
-        "None: they are to be encoded."
+        "Nothing, since these documents have no vectors yet."
         return iter(())
 
     @contextmanager
@@ -217,19 +208,19 @@ class ListedDocuments:
 
 
 def _add_texts(places: _Places, numbers: range, texts: Iterable[str]) -> None:
-    "Add the texts of a corpus that are not blank."
+    "Add the texts of a corpus, except blank ones."
     for number, text in zip(numbers, texts, strict=True):
         if text.strip():
             places.add(text, -1, number)
 
 # %% ../../nbs/embed/50_mining.ipynb #ace653c9
 class EncodedDocuments:
-    """Further documents from a folder of shards: neither their texts nor their vectors are held.
+    """Further documents from a folder of shards, whose texts and vectors are not held in memory.
     Raises `InputError` for a corpus without texts.
     """
 
     has_vectors = True
-    texts: Mapping[int, str] = {}  # at hand are those that are asked for
+    texts: Mapping[int, str] = {}  # see `at_hand`
 
     def __init__(self, corpus: Corpus, progress: bool | None = None):  # see `progress_bar`
         self.corpus = corpus
@@ -243,7 +234,7 @@ class EncodedDocuments:
         return len(self.corpus)
 
     def vectors(self) -> Iterator[tuple[range, np.ndarray]]:
-        "(numbers, (n, d) vectors as they were kept), a shard at a time."
+        "(numbers, (n, d) vectors as stored), a shard at a time."
         return self.corpus.blocks()
 
     @contextmanager
@@ -260,7 +251,7 @@ class EncodedDocuments:
 
 @contextmanager
 def _unnamed_file(folder: Path):
-    "Context that gives a file which nobody else sees. Raises `InputError` for a full disk."
+    "Context that gives a temporary file without a name. Raises `InputError` for a full disk."
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             yield file
@@ -295,20 +286,19 @@ class Pool:
 
     store: ExampleStore
     corpus: ListedDocuments | EncodedDocuments
-    texts: Sequence[str] | Mapping[int, str]  # those of the corpus that are at hand, by number
+    texts: Sequence[str] | Mapping[int, str]  # texts of the corpus that can be read, by number
     queries: tuple[np.ndarray, np.ndarray, np.ndarray]  # keys, rows, slots
     documents: tuple[np.ndarray, np.ndarray, np.ndarray]
     query_of_row: np.ndarray  # (r,) index of the query of each row of the dataset
-    # (p, 2) each different pair of a query's and a document's index, ascending
-    positives: np.ndarray
+    positives: np.ndarray  # (p, 2) different pairs of a query's and a document's index, ascending
 
     def query_texts(self, which) -> list[str]:
-        "Queries by their indices."
+        "The texts of the queries with these indices."
         return [example.query for example in self.store.take(self.queries[1][which])]
 
     @contextmanager
     def at_hand(self, which: np.ndarray, folder: Path) -> Iterator["Pool"]:
-        "Context that gives the pool with the texts of these documents at hand."
+        "Context that gives the pool, able to read the texts of these documents."
         slots = self.documents[2][which]
         numbers = np.unique(slots[self.documents[1][which] < 0])
         with self.corpus.at_hand(numbers, folder) as texts:
@@ -320,7 +310,7 @@ class Pool:
         return np.flatnonzero((rows >= 0) | (not self.corpus.has_vectors))
 
     def vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        "(documents' indices, their (n, d) vectors) of the others, some thousand at a time."
+        "(indices, (n, d) vectors) of the documents that have one, a few thousand at a time."
         own = self.documents[1] < 0
         indices = np.full(len(self.corpus), -1)
         indices[self.documents[2][own]] = np.flatnonzero(own)
@@ -331,7 +321,7 @@ class Pool:
                     yield part[part >= 0], vectors[start : start + PART][part >= 0]
 
     def document_texts(self, which) -> list[str]:
-        "Documents by their indices; those of an encoded corpus must be at hand."
+        "The texts of the documents with these indices; an encoded corpus needs `at_hand` first."
         rows = self.documents[1][which]
         slots = self.documents[2][which]
         examples = iter(self.store.take(rows[rows >= 0]))
@@ -341,12 +331,12 @@ class Pool:
         ]
 
     def positives_of(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        "Of the queries `start` to `stop`: pairs of (query's index - start, document's index)."
+        "Positives of queries `start` to `stop`: (query's index - start, document's index)."
         first, last = np.searchsorted(self.positives[:, 0], [start, stop])
         return self.positives[first:last, 0] - start, self.positives[first:last, 1]
 
     def same_text(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        "The same for documents that are the query itself."
+        "The same for documents with the text of the query."
         keys = self.queries[0][start:stop]
         documents = self.documents[0]
         places = np.minimum(np.searchsorted(documents, keys), len(documents) - 1)
@@ -365,36 +355,30 @@ def read_pool(
 ) -> Pool:
     "The queries and documents of these rows."
     queries = _Places()
-    documents = copy.deepcopy(corpus.places)  # first: of one text twice, that in the corpus counts
-    asked = array("Q")
-    answers = array("Q")
+    # the corpus first: a text that is also in a row counts as a text of the corpus
+    documents = copy.deepcopy(corpus.places)
+    query_keys = array("Q")
+    positive_keys = array("Q")
     for start in range(0, len(rows), 1024):
         part = rows[start : start + 1024]
         for row, example in zip(part.tolist(), store.take(part), strict=True):
             queries.add(example.query, row, 0)
             documents.add(example.positive, row, 0)
-            asked.append(queries.keys[-1])
-            answers.append(documents.keys[-1])
+            query_keys.append(queries.keys[-1])
+            positive_keys.append(documents.keys[-1])
             for slot, text in enumerate(example.negatives, start=1):
                 documents.add(text, row, slot)
     queries = queries.different()
     documents = documents.different()
-    query_of_row = np.searchsorted(queries[0], np.array(asked))
-    positive_of_row = np.searchsorted(documents[0], np.array(answers))
+    query_of_row = np.searchsorted(queries[0], np.array(query_keys))
+    positive_of_row = np.searchsorted(documents[0], np.array(positive_keys))
     pairs = np.unique(query_of_row * len(documents[0]) + positive_of_row)
-    return Pool(
-        store,
-        corpus,
-        corpus.texts,
-        queries,
-        documents,
-        query_of_row,
-        np.stack(np.divmod(pairs, len(documents[0])), axis=1),
-    )
+    positives = np.stack(np.divmod(pairs, len(documents[0])), axis=1)
+    return Pool(store, corpus, corpus.texts, queries, documents, query_of_row, positives)
 
 # %% ../../nbs/embed/50_mining.ipynb #3ae0bb25
 def _keep(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    "Write arrays to a file, whole or not at all."
+    "Write arrays to a file, completely or not at all."
     with atomic_file(path) as aside, aside.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -406,12 +390,12 @@ def _kept(path: Path) -> dict[str, np.ndarray]:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise InputError(
-            f"{path} is damaged ({error}); remove this file, and go on with --resume"
+            f"{path} is damaged ({error}); remove this file and go on with --resume"
         ) from None
 
 
 def _parts(total: int, size: int, folder: Path, name: str) -> list[tuple[range, Path]]:
-    "Which of `total` things are computed together, and the file that keeps what they give."
+    "Ranges of `size` that together cover `total`, each with the file for its result."
     return [
         (range(start, min(start + size, total)), folder / f"{name}-{start:09d}.npz")
         for start in range(0, total, size)
@@ -450,7 +434,7 @@ class CosineScores:
             del self.vectors
 
     def _encoded(self, pool: Pool, folder: Path, bar) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        "(documents' indices, unit vectors) of those that are encoded here, or were before a stop."
+        "(documents' indices, unit vectors) of those encoded here, in this run or before a stop."
         waiting = pool.unencoded()
         for part, path in _parts(len(waiting), PART, folder, "documents"):
             numbers = waiting[part]
@@ -462,15 +446,11 @@ class CosineScores:
 
     def blocks(self, queries: list[str]) -> Iterator[tuple[int, torch.Tensor]]:
         "(index of the first document, (b, m) scores) for b queries and the next m documents."
-        wanted = torch.from_numpy(unit(self.encode_query(queries), "query vector")).to(self.device)
+        query_vectors = unit(self.encode_query(queries), "query vector")
+        query_vectors = torch.from_numpy(query_vectors).to(self.device)
         for start in range(0, len(self.vectors), self.documents):
-            yield (
-                start,
-                wanted
-                @ torch.from_numpy(self.vectors[start : start + self.documents].copy())
-                .to(self.device)
-                .T,
-            )
+            block = self.vectors[start : start + self.documents].copy()
+            yield start, query_vectors @ torch.from_numpy(block).to(self.device).T
 
 
 def _copied(pool: Pool, bar) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -481,7 +461,7 @@ def _copied(pool: Pool, bar) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _matrix(file, rows: int, columns: int) -> np.ndarray:
-    "A (rows, columns) float32 matrix in a file; all of its space is taken now."
+    "A (rows, columns) float32 matrix in a file, whose disk space is allocated at once."
     zeros = bytes(columns * np.dtype(np.float32).itemsize)
     for _ in range(rows):
         file.write(zeros)
@@ -490,11 +470,11 @@ def _matrix(file, rows: int, columns: int) -> np.ndarray:
 
 # %% ../../nbs/embed/50_mining.ipynb #6c57e8a2
 class Bm25Scores:
-    """Scores by BM25 as in `evaluate.retrieval` (Lucene variant, k1 = 1.5, b = 0.75; English stopwords, no
-    stemmer).
+    """Scores by BM25 as in `evaluate.retrieval` (Lucene variant, k1 = 1.5, b = 0.75; English
+    stopwords, no stemmer).
     """
 
-    floor = 0.0  # a document with no word of the query
+    floor = 0.0  # score of a document with no word of the query
     queries = 32  # in a block
 
     @contextmanager
@@ -504,9 +484,9 @@ class Bm25Scores:
 
         numbers = np.arange(len(pool.documents[0]))
         corpus = []
-        with pool.at_hand(numbers, folder) as readable:
+        with pool.at_hand(numbers, folder) as readable_pool:
             for start in range(0, len(numbers), PART):
-                corpus += _words(readable.document_texts(numbers[start : start + PART]))
+                corpus += _words(readable_pool.document_texts(numbers[start : start + PART]))
                 bar.update(len(corpus) - start)
         self.size = len(corpus)
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
@@ -533,13 +513,13 @@ def _words(texts: list[str]) -> list[list[str]]:
 def find_candidates(
     scorer: CosineScores | Bm25Scores,
     pool: Pool,
-    start: int,  # queries from this one
-    stop: int,  # up to this one
-    k: int,  # candidates of a query
+    start: int,  # first query
+    stop: int,  # the query after the last one
+    k: int,  # maximum number of candidates of a query
     # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best documents of some queries, without their positives and themselves; equal scores in
-    the order of the documents.
+    """The best documents of some queries, without their positives and without documents that are
+    the query itself. Documents with equal scores are in the order of their indices.
     """
     best = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu"))
     ids = None
@@ -567,7 +547,7 @@ def find_candidates(
 def _mine_dataset(
     scorer, pool: Pool, settings: MiningSettings, folder: Path, name: str, progress: bool | None
 ) -> tuple[np.ndarray, dict]:
-    "(queries, n) documents of the negatives, -1 where there is none, and the figures of a dataset."
+    "(queries, n) indices of the negatives (-1 = none), and the figures of a dataset."
     queries = len(pool.queries[0])
     documents = len(pool.documents[0])
     blocks = _parts(queries, scorer.queries, folder, "queries")
@@ -589,7 +569,7 @@ def _mine_dataset(
 def _mine_block(
     scorer, pool: Pool, settings: MiningSettings, part: range
 ) -> dict[str, np.ndarray | float]:
-    "(b, n) documents of the negatives of some queries, and what is counted of them."
+    "(b, n) indices of the negatives of some queries, and the counts for them."
     ids, scores, positive = find_candidates(scorer, pool, part.start, part.stop, settings.range_max)
     keys = pool.queries[0][part.start : part.stop]
     columns, taken = choose_negatives(settings, scores, positive, keys, scorer.floor)
@@ -605,8 +585,8 @@ def _mine_block(
 def _counts(
     settings: MiningSettings,
     scores: np.ndarray,  # (b, k) of candidates
-    chosen: np.ndarray,  # (b, n) of negatives, or nan
-    positive: np.ndarray,  # (b,) of positives
+    chosen: np.ndarray,  # (b, n) scores of negatives; nan = none
+    positive: np.ndarray,  # (b,) scores of positives
     floor: float,
 ) -> dict[str, float]:
     "Counts and sums over some queries."
@@ -628,7 +608,7 @@ def _counts(
 
 
 def _figures(blocks: Sequence[dict[str, np.ndarray]]) -> dict:
-    "What a card says of a dataset, from the counts of its blocks of queries."
+    "The figures of a dataset for the card, from the counts of its blocks of queries."
     sums = Counter()
     for block in blocks:
         sums.update({name: value.item() for name, value in block.items() if value.ndim == 0})
@@ -649,7 +629,7 @@ def _ratio(value: float, of: int) -> float | None:
 # %% ../../nbs/embed/50_mining.ipynb #305c16d6
 @dataclass(frozen=True, repr=False)
 class Mined:
-    "What was mined: the card that lies beside the file."
+    "The result of mining: a file and the card beside it."
 
     out: Path
     card: dict
@@ -674,15 +654,15 @@ def _cell(value) -> str:
 
 # %% ../../nbs/embed/50_mining.ipynb #e5b4a655
 def load_scorer(
-    # "bm25", a model's name or folder, a model, or a scorer as it is
+    # "bm25", a model's name or folder, a model, or a scorer
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",
     dtype: str = "auto",  # see `load_embedder`
-    corpus: Corpus | None = None,  # encoded documents that are to be scored with others
+    corpus: Corpus | None = None,  # encoded documents that will be scored with the others
     device: str | None = None,  # None = all accelerators, or the CPU
     max_length: int | None = None,  # tokens of a text; None = the model's own
 ) -> tuple[Callable[[str | None, str | None], "CosineScores | Bm25Scores"], dict]:
-    """(instructions of query and document → scorer; name and revision of the model). Raises
-    `InputError`, also for a model that did not encode the corpus.
+    """A function (instruction of queries, instruction of documents) → scorer, and the name and
+    revision of the model. Raises `InputError`, also if another model encoded the corpus.
     """
     if isinstance(model, CosineScores | Bm25Scores):
         _check_encoder(model, corpus)
@@ -691,12 +671,8 @@ def load_scorer(
         return lambda query, document: Bm25Scores(), {"model": "bm25", "revision": None}
     loaded = load_model(model, dtype, device, max_length)
     _check_encoder(loaded, corpus)
-    scorer_facts = {
-        "model": model_name(model),
-        "revision": model_revision(
-            model if isinstance(model, Embedder) else resolve_base(str(model)).path
-        ),
-    }
+    path = model if isinstance(model, Embedder) else resolve_base(str(model)).path
+    scorer_facts = {"model": model_name(model), "revision": model_revision(path)}
     if isinstance(loaded, Embedder):
         replicas = replicate(loaded) if device is None else [loaded]
 
@@ -710,8 +686,8 @@ def load_scorer(
     def scorer(query, document):
         if query or document:
             raise InputError(
-                f"{model} is a sentence-transformers model, which brings its own "
-                "prompts; leave the instructions out"
+                f"{model} is a sentence-transformers model, which has its own prompts; leave out "
+                "the instructions"
             )
         quiet = {"show_progress_bar": False, "convert_to_numpy": True}
         sides = (
@@ -724,13 +700,13 @@ def load_scorer(
 
 # %% ../../nbs/embed/50_mining.ipynb #72e87043
 def _check_encoder(model, corpus: Corpus | None) -> None:
-    "Raise `InputError` unless the model is known to have made the vectors of the corpus."
+    "Raise `InputError` unless this model made the vectors of the corpus, as far as can be checked."
     if corpus is None or isinstance(model, Bm25Scores):
         return
     if not isinstance(model, Embedder):
         raise InputError(
-            f"{corpus.folder} was encoded by `anchor encode`, and {type(model).__name__} was not "
-            "loaded as its model; name that model, or give the documents as a file of texts"
+            f"{corpus.folder} was encoded by `anchor encode`, and {type(model).__name__} cannot be "
+            "compared with its model; name that model, or give the documents as a file of texts"
         )
     corpus.check_reading(model)
     corpus.check_model(model)
@@ -738,14 +714,14 @@ def _check_encoder(model, corpus: Corpus | None) -> None:
 
 def _check_instructions(corpus: Corpus, instructions: Instructions, datasets: Iterable[str]):
     "Raise `InputError` unless the corpus was encoded as the documents of these datasets will be."
-    before = corpus.manifest["settings"]["instruction"] or None
+    corpus_instruction = corpus.manifest["settings"]["instruction"] or None
     for name in datasets:
-        wanted = instructions.for_example(name, 0)[1]
-        if wanted != before:
+        instruction = instructions.for_example(name, 0)[1]
+        if instruction != corpus_instruction:
             raise InputError(
-                f"{corpus.folder}: its documents were encoded with {_quoted(before)}, and those of "
-                f"{name} are to be with {_quoted(wanted)}; encode the corpus for it, or mine the "
-                "datasets one by one"
+                f"{corpus.folder}: its documents were encoded with {_quoted(corpus_instruction)}, "
+                f"but those of {name} need {_quoted(instruction)}; encode the corpus with that, or "
+                "mine the datasets one by one"
             )
 
 
@@ -756,8 +732,8 @@ def _quoted(instruction: str | None) -> str:
 def _check_out(
     source: str | os.PathLike, out: Path, corpus: str | os.PathLike | None, force: bool
 ) -> Path:
-    """`out`; raises `InputError` where it cannot be read as pairs, would be read together with its
-    source, or would replace the corpus or, without `force`, anything else.
+    """`out`. Raises `InputError` if its name is not that of a file of pairs, if it would be read
+    together with the source, or if it would replace the corpus or, without `force`, another file.
     """
     if not out.name.lower().endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{out}: mined pairs are written as .jsonl or .jsonl.gz; name such a file")
@@ -767,8 +743,8 @@ def _check_out(
         and Path(source).resolve() in (out.resolve(), out.resolve().parent)
     ):
         raise InputError(
-            f"{out}: this is where the pairs are read from; choose another place, or "
-            "both would be read the next time"
+            f"{out}: this is where the pairs are read from; choose another place, or both would "
+            "be read the next time"
         )
     if corpus is not None and Path(corpus).resolve() in (out.resolve(), card_path(out).resolve()):
         raise InputError(
@@ -777,22 +753,15 @@ def _check_out(
     if out.is_dir():
         raise InputError(f"{out} is a folder; name a file")
     if out.exists() and not force:
-        raise InputError(f"{out} is there already; name another file, or replace it with --force")
+        raise InputError(f"{out} already exists; name another file, or replace it with --force")
     return out
 
 
 def card_path(out: str | os.PathLike) -> Path:
-    """Where the card of mined pairs lies: pairs.jsonl has pairs.jsonl.card.json, and pairs.jsonl.gz
-    one of its own.
+    """The path of the card of mined pairs: pairs.jsonl has pairs.jsonl.card.json, and
+    pairs.jsonl.gz has pairs.jsonl.gz.card.json.
     """
     return Path(f"{out}.card.json")
-
-
-@contextmanager
-def _opened(path: Path, packed: bool):
-    "A file to write bytes to; a packed one does not tell when it was written."
-    with path.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, 0) if packed else raw as file:
-        yield file
 
 
 def _write_rows(
@@ -809,10 +778,13 @@ def _write_rows(
                 file.write(line.encode("utf-8", "surrogatepass") + b"\n")
 
 
-def _put_together(parts: Iterable[Path], path: Path, packed: bool) -> str:
+def _join(parts: Iterable[Path], path: Path, compressed: bool) -> str:
     "Write the rows of all datasets to one file; returns its fingerprint."
     digest = hashlib.sha256()
-    with _opened(path, packed) as file:
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("wb"))
+        if compressed:  # without name and time, so that the same rows give the same bytes
+            file = stack.enter_context(gzip.GzipFile("", "wb", 6, file, 0))
         for part in parts:
             with part.open("rb") as lines:
                 for line in lines:
@@ -826,15 +798,16 @@ _RUN = "run.json"
 
 
 @contextmanager
-def _alone(folder: Path):
-    "Context in which no other process works in this folder, which is made. Raises `InputError`."
+def _locked(folder: Path):
+    "Context that creates this folder and keeps other processes out of it. Raises `InputError`."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout:
         raise InputError(
-            f"{folder}: another process mines into the same file now; wait for it, or name another"
+            f"{folder}: another process mines into the same file now; wait for it, or name another "
+            "file"
         ) from None
     except OSError as error:
         raise InputError(f"cannot write {folder}: {error}; choose another place") from error
@@ -845,13 +818,13 @@ def _alone(folder: Path):
 
 
 def _finished(folder: Path) -> bool:
-    "Whether a folder keeps anything that was computed; without its note it is what is left of one."
+    "Whether a folder holds results; without the note of its run it is a half-removed folder."
     files = [path for path in folder.rglob("[!.]*") if path.is_file()]
     return len(files) > 1 and (folder / _RUN).exists()
 
 
 def _begin(folder: Path, run: dict, resume: bool) -> None:
-    "Note which run a folder is of, or see that what it keeps is of this one. Raises `InputError`."
+    "Note the run in a new folder, or check that the folder is of this run. Raises `InputError`."
     if not _finished(folder):
         for path in folder.glob("[!.]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -859,29 +832,29 @@ def _begin(folder: Path, run: dict, resume: bool) -> None:
         return
     if not resume:
         raise InputError(
-            f"{folder} keeps what an earlier run had finished when it stopped: go on with it "
+            f"{folder} holds the finished work of a run that was stopped: go on with it "
             "(--resume), or remove this folder"
         )
-    before = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+    earlier = json.loads((folder / _RUN).read_text(encoding="utf-8"))
     for name, value in run.items():
-        if before.get(name) != value:
+        if earlier.get(name) != value:
             raise InputError(
-                f"{folder} is of another run: {name} was {before.get(name)!r} and is now "
-                f"{value!r}; repeat what was asked for then, or remove this folder"
+                f"{folder} is of another run: {name} was {earlier.get(name)!r} and is now "
+                f"{value!r}; use the earlier settings, or remove this folder"
             )
 
 
 @contextmanager
 def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None]) -> Iterator[Path]:
-    "Context that gives the folder of what is finished; after an error it stays."
+    "Context that gives the folder for finished work, which is kept after an error."
     folder = out.with_name(f".{out.name}.mining")
-    with _alone(folder):
+    with _locked(folder):
         _begin(folder, run, resume)
         try:
             yield folder
         except BaseException:
             if _finished(folder):
-                say(f"note: what was finished is in {folder}; --resume goes on with it")
+                say(f"note: the finished work is in {folder}; go on with --resume")
             else:
                 shutil.rmtree(folder)
             raise
@@ -892,7 +865,7 @@ def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None])
 def _read_corpus(
     corpus: str | os.PathLike | None, progress: bool | None
 ) -> ListedDocuments | EncodedDocuments:
-    "The further documents of a file, of a folder of shards, or none. Raises `InputError`."
+    "The further documents, from a file or from a folder of shards. Raises `InputError`."
     if corpus is None:
         return ListedDocuments()
     if Path(corpus).is_dir():
@@ -901,7 +874,7 @@ def _read_corpus(
         extra = ListedDocuments(read_texts(corpus))
     if not extra.places.keys:
         raise InputError(
-            f"{corpus}: there is no text in it; give further documents, or mine without a corpus"
+            f"{corpus}: there is no text in it; give a corpus with texts, or mine without one"
         )
     return extra
 
@@ -909,7 +882,7 @@ def _read_corpus(
 def _note_missing(
     instructions: Instructions, store: ExampleStore, say: Callable[[str], None]
 ) -> None:
-    "Say which datasets have no instruction where others have."
+    "Report the datasets without an instruction, if others have one."
     without = sorted(name for name in store.rows if not any(instructions.for_example(name, 0)))
     if instructions.table and without:
         names = ", ".join(without)
@@ -917,7 +890,7 @@ def _note_missing(
 
 
 def _run_facts(card: dict, how: dict, instructions: Instructions, extra, scorers: Mapping) -> dict:
-    "What must be the same for a run that goes on, as JSON has it."
+    "The facts that must be equal for `resume`, in the form that JSON gives back."
     digest = hashlib.sha256(extra.places.exact)
     if extra.corpus:
         digest.update(json.dumps(extra.corpus.manifest).encode())
@@ -937,7 +910,7 @@ def _run_facts(card: dict, how: dict, instructions: Instructions, extra, scorers
 def _mine_all(
     store: ExampleStore, extra, scorers: Mapping, settings: MiningSettings, folder: Path, progress
 ) -> dict[str, dict]:
-    "Mine all datasets, those that are finished excepted; returns the figures of each."
+    "Mine all datasets that are not finished yet; returns the figures of each."
     figures = {}
     for number, (name, rows) in enumerate(store.rows.items()):
         finished = folder / f"{number}.json"
@@ -946,8 +919,8 @@ def _mine_all(
             own = folder / str(number)
             own.mkdir(exist_ok=True)
             negatives, counts = _mine_dataset(scorers[name], pool, settings, own, name, progress)
-            with pool.at_hand(np.unique(negatives[negatives >= 0]), own) as readable:
-                _write_rows(folder / f"{number}.jsonl", store, rows, readable, negatives)
+            with pool.at_hand(np.unique(negatives[negatives >= 0]), own) as readable_pool:
+                _write_rows(folder / f"{number}.jsonl", store, rows, readable_pool, negatives)
             write_text(finished, json.dumps(counts))
             shutil.rmtree(own)
         figures[name] = json.loads(finished.read_text(encoding="utf-8"))
@@ -960,21 +933,21 @@ def mine_negatives(
     out: str | os.PathLike,  # .jsonl or .jsonl.gz
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores" = "bm25",  # see `load_scorer`
     settings: MiningSettings = MiningSettings(),
-    # further documents: a file, see `data.read_texts`, or the folder of a corpus that this model
-    # has encoded
+    # further documents: a file (see `data.read_texts`), or the folder of a corpus that this model
+    # encoded
     corpus: str | os.PathLike | None = None,
-    instructions: Instructions | None = None,  # those that training will use
+    instructions: Instructions | None = None,  # those that training will use; None = none
     on_bad_row: str = "error",  # "error" or "skip"
     dtype: str = "auto",  # of the model
     device: str | None = None,  # None = all accelerators, or the CPU
     max_length: int | None = None,  # tokens of a text; None = the model's own
-    resume: bool = False,  # go on with what a run that was stopped had finished
+    resume: bool = False,  # continue a run that was stopped
     force: bool = False,  # replace `out`
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
 ) -> Mined:
-    """Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`;
-    nothing half-written is left.
+    """Write the pairs of a source with hard negatives, and a card beside them. Raises `InputError`.
+    `out` is written completely or not at all.
     """
     if max_length is not None and max_length < 1:
         raise InputError(f"max_length = {max_length}: must be at least 1")
@@ -1004,7 +977,7 @@ def mine_negatives(
         figures = _mine_all(store, extra, scorers, settings, folder, progress)
         parts = [folder / f"{number}.jsonl" for number in range(len(figures))]
         with atomic_file(out) as aside, atomic_file(card_path(out)) as card_aside:
-            fingerprint = _put_together(parts, aside, out.name.lower().endswith(".gz"))
+            fingerprint = _join(parts, aside, out.name.lower().endswith(".gz"))
             card |= {"rows": len(store), "fingerprint": fingerprint, "datasets": figures}
             card_text = json.dumps(card, indent=1, ensure_ascii=False) + "\n"
             card_aside.write_text(card_text, encoding="utf-8")

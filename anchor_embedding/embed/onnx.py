@@ -23,14 +23,14 @@ from .embedder import Embedder, load_embedder
 
 # %% ../../nbs/embed/35_onnx.ipynb #2f70f5d1
 def _weights(mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    "(n, L) weights of a text's states, which sum to 1; 0 for padding."
-    nth = mask.cumsum(1) * mask  # 1, 2, 3, … along a text
+    "(n, L) weights of the states of each text, which sum to 1; 0 for padding."
+    positions = mask.cumsum(1) * mask  # 1, 2, 3, … along a text
     if pooling == "mean":
         weights = mask
     elif pooling == "weighted_mean":
-        weights = nth
+        weights = positions
     else:  # the last token
-        weights = nth == nth.amax(1, keepdim=True)
+        weights = positions == positions.amax(1, keepdim=True)
     weights = weights.float()
     return weights / weights.sum(1, keepdim=True)
 
@@ -61,7 +61,7 @@ PACKAGES = ("onnxruntime", "onnxscript")
 
 
 def check_packages() -> None:
-    "Raise `InputError` unless what writes and runs ONNX is installed."
+    "Raise `InputError` unless the packages that write and run ONNX are installed."
     missing = [name for name in PACKAGES if not find_spec(name)]
     if missing:
         raise InputError(
@@ -71,7 +71,7 @@ def check_packages() -> None:
 
 @contextlib.contextmanager
 def _quiet():
-    "Context without warnings and log lines below errors."
+    "Context that suppresses warnings and all log messages below errors."
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -84,7 +84,7 @@ def _quiet():
 
 @torch.no_grad()
 def _write_graph(graph: _Graph, path: Path) -> None:
-    "The graph as a file; weights of over 2 GB go into a file beside it. Raises `InputError`."
+    "Write the graph to a file; weights over 2 GB go into a file beside it. Raises `InputError`."
     from torch.onnx import OnnxExporterError
 
     ids = torch.ones(3, 7, dtype=torch.long)
@@ -104,12 +104,12 @@ def _write_graph(graph: _Graph, path: Path) -> None:
             )
             program.save(path)
     except OnnxExporterError as error:
-        why = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         name = type(graph.backbone).__name__
-        raise InputError(f"PyTorch cannot write {name} as ONNX: {why}") from error
+        raise InputError(f"PyTorch cannot write {name} as ONNX: {reason}") from error
 
 # %% ../../nbs/embed/35_onnx.ipynb #f28b7d8f
-MIN_COSINE = 0.9999  # of a vector of the graph and ours, both in float32
+MIN_COSINE = 0.9999  # between a vector of the graph and ours, both in float32
 _PROBES = ("", "a", "The anchor holds the ship, 1024 times.", "The anchor holds. " * 8)
 
 
@@ -143,20 +143,21 @@ def _check_graph(path: Path, batches: list[list[list[int]]], expected: list[np.n
             cosine = ((vectors * ours).sum(1) / lengths).min()
             if not cosine >= MIN_COSINE:
                 raise InputError(
-                    f"the ONNX graph is not this model: padded on the {side}, texts of up to "
+                    f"the ONNX graph differs from this model: padded on the {side}, texts of up to "
                     f"{max(map(len, ids))} tokens have a cosine of {cosine:.4f} to their vectors"
                 )
 
 # %% ../../nbs/embed/35_onnx.ipynb #5cf86e0a
-ONNX_FILE = "onnx/model.onnx"  # where sentence-transformers looks for it
+ONNX_FILE = "onnx/model.onnx"  # the path that sentence-transformers expects
 
 
 def write_onnx(
     folder: Path,  # an exported model with merged weights, see `export_embedder`
 ) -> Path:
     """Write a model's ONNX graph into its folder, in float32. Inputs are (n, L) `input_ids` and
-    `attention_mask`, outputs (n, L, d) `last_hidden_state` and (n, d) `sentence_embedding`: pooled,
-    and of length 1 where the export was asked for that. Raises `InputError`.
+    `attention_mask`. Outputs are (n, L, d) `last_hidden_state` and (n, d) `sentence_embedding`,
+    which is pooled, and of length 1 if the model was exported with `normalize`. Raises
+    `InputError`.
     """
     check_packages()
     embedder = load_embedder(folder, "float32", "cpu")
