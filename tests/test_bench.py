@@ -103,7 +103,7 @@ def test_a_model_that_does_not_fit_is_refused():
     [
         ({"kind": "stage3"}, "unknown bench 'stage3'"),
         ({"shape": "gpt-2"}, "unknown shape 'gpt-2'"),
-        ({"device": "gpu"}, "device 'gpu' is not there"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used"),
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"rounds": 0}, "rounds = 0"),
         ({"pairs": 1}, "pairs = 1"),
