@@ -35,28 +35,28 @@ class ModelShape:
     vocab_size: int  # V
     tied: bool  # head and token embeddings share their weights
     maps: Mapping[str, tuple[int, int]]  # linear map of a layer → (inputs, outputs)
-    norms: int  # of width d, in a layer
+    norms: int  # number of norms of width d in a layer
     layer_parameters: int  # of one layer
 
     @cached_property
     def matrices(self) -> int:
-        "Weights of a layer's linear maps."
+        "Number of weights in a layer's linear maps."
         return sum(inputs * outputs for inputs, outputs in self.maps.values())
 
     @property
     def embeddings(self) -> int:
-        "Weights of the token embeddings, as many as the head's."
+        "Number of weights in the token embeddings; the head has as many."
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        "Of the whole model: layers, embeddings, head and the last norm."
+        "Number of parameters of the whole model: layers, embeddings, head and the last norm."
         copies = 1 if self.tied else 2
         return self.layers * self.layer_parameters + copies * self.embeddings + self.hidden_size
 
 # %% ../../nbs/model/58_shape.ipynb #ef4cb9bd
 def _linear_maps(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    "The linear maps of a layer by name. Raises `InputError` for weights that are no such map."
+    "The linear maps of a layer by name. Raises `InputError` for weights that are not matrices."
     for name, weight in layer.named_parameters():
         if weight.dim() > 2:
             raise InputError(f"its layers hold {name}: a mixture of experts is not supported")
@@ -68,30 +68,30 @@ def _linear_maps(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _norms(layer: nn.Module, width: int) -> int:
-    "How many norms of this width a layer has."
+    "The number of norms of this width in a layer."
     norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
     return sum(norm.weight.numel() == width for norm in norms)
 
 
 def shape_of_model(model: nn.Module) -> ModelShape:
-    """The shape of a causal LM of transformers, on any device, also on the meta device. Raises
+    """The shape of a causal LM of transformers on any device, the meta device included. Raises
     `InputError` for a model that is not a stack of equal layers of linear maps.
     """
     config = model.config.get_text_config()
     layers = getattr(model.base_model, "layers", None)
     if layers is None:
-        raise InputError(f"{type(model).__name__} has no list of layers that could be counted")
+        raise InputError(f"{type(model).__name__} has no list of layers")
     sizes = {sum(weight.numel() for weight in layer.parameters()) for layer in layers}
     if len(sizes) > 1:
         raise InputError(f"the layers of {type(model).__name__} are of {len(sizes)} sizes")
-    head_dim = getattr(config, "head_dim", None)
     shape = ModelShape(
         layers=len(layers),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         maps=_linear_maps(layers[0]),
@@ -100,7 +100,7 @@ def shape_of_model(model: nn.Module) -> ModelShape:
     )
     if shape.parameters != model.num_parameters():
         raise InputError(
-            f"{type(model).__name__} holds more than layers, embeddings, a head and a norm"
+            f"{type(model).__name__} has weights outside its layers, embeddings, head and last norm"
         )
     return shape
 
@@ -119,7 +119,7 @@ def model_from_config(
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:  # a causal LM of transformers
     """A model with random weights on torch's default device. Raises `InputError` for a family that
-    transformers does not know, and for numbers that are missing or make no model.
+    transformers does not know, and for sizes that are missing or wrong.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -132,23 +132,24 @@ def model_from_config(
     missing = [key for key in keys.values() if config.get(key) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} is missing")
-    # the ids of special tokens change no size, and may lie outside a small vocabulary
-    numbers = {name: value for name, value in config.items() if not name.endswith("_token_id")}
+    # the ids of special tokens do not change the size, and may be outside a small vocabulary
+    settings = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     try:
-        made = AutoConfig.for_model(**numbers, **none)
-        return AutoModelForCausalLM.from_config(made, dtype=dtype)
-    except Exception as error:  # whatever a library makes of wrong numbers
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**settings, **none), dtype=dtype
+        )
+    except Exception as error:  # for wrong numbers, a library may raise anything
         line = " ".join(str(error).split())
-        raise InputError(f"transformers makes no causal LM of it ({line[:200]})") from None
+        raise InputError(f"transformers builds no causal LM from it ({line[:200]})") from None
 
 
 def shape_from_config(
     config: Mapping,  # as in config.json
     source: str = "config.json",  # where it is from, for messages
 ) -> ModelShape:
-    """The shape that a model's configuration states. Raises `InputError` for a family that
-    transformers does not know or a plan does not support, and for a missing number.
+    """The shape that follows from a model's configuration. Raises `InputError` for a family that
+    transformers does not know or a plan does not support, and for a missing size.
     """
     try:
         with torch.device("meta"):
@@ -160,7 +161,7 @@ def shape_from_config(
 def read_shape(
     folder: str | os.PathLike,  # of a model
 ) -> ModelShape:
-    "The shape that a folder's config.json states. Raises `InputError`."
+    "The shape that follows from a folder's config.json. Raises `InputError` for an unusable file."
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
