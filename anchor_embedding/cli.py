@@ -571,7 +571,7 @@ def aa_check(args: argparse.Namespace) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
-    "Show scores beside the paper's, by task and category."
+    "Compare scores with the paper's, by task and category."
     from anchor_embedding.evaluate.paper import compare as compare_with_paper
     from anchor_embedding.evaluate.paper import same_base
 
@@ -677,7 +677,7 @@ def export(args: argparse.Namespace) -> None:
 
 # %% ../nbs/cli/10_cli.ipynb #c60bd8c0
 def bench(args: argparse.Namespace) -> None:
-    "Measure speed and memory beside other implementations, on the same texts and weights."
+    "Compare speed and memory with other implementations, on the same texts and weights."
     from anchor_embedding.study.bench import bench as run_bench
     from anchor_embedding.study.bench import table
 

@@ -693,7 +693,7 @@ def _as_html(comparison) -> str:
 
 def _as_page(comparison) -> str:
     "The same as a complete HTML page."
-    title = f"Ours beside the paper's {html.escape(comparison.model)}"
+    title = f"Our scores and the paper's: {html.escape(comparison.model)}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta '
         f'charset="utf-8"><title>{title}</title><style>{CSS}</style></head>\n'

@@ -287,11 +287,12 @@ def holm(
     values: Sequence[float],  # p of every comparison
 ) -> list[float]:  # in the same order
     "The p-values after Holm's correction."
-    order = np.argsort(values, kind="stable")
-    scaled = np.asarray(values)[order] * np.arange(len(values), 0, -1)
-    adjusted = np.empty(len(values))
-    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, scaled))
-    return adjusted.tolist()
+    adjusted = [0.0] * len(values)
+    largest = 0.0
+    for place, i in enumerate(np.argsort(values, kind="stable")):
+        largest = max(largest, min(1.0, (len(values) - place) * float(values[i])))
+        adjusted[i] = largest
+    return adjusted
 
 # %% ../../nbs/evaluate/20_significance.ipynb #40ca1029
 def detectable_difference(
