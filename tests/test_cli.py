@@ -369,7 +369,7 @@ def test_a_run_goes_on_from_its_folder_alone(base, pairs, capsys, tmp_path):
         assert "resumes from step 2" in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == whole
     refused = failure(capsys, "train", "stage2", "--resume", run)
-    assert "takes the recipe of the run; leave out stage2" in refused
+    assert "uses the recipe of that run; leave out stage2" in refused
     assert "name a recipe" in failure(capsys, "train")
     assert "no recipe" in failure(capsys, "train", "--resume", tmp_path / "nowhere")
 

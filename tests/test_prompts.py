@@ -180,7 +180,7 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
     assert main(["compare", *two, "--paper", "Llama-3.2-1B-Instruct"]) == 0
     shown = capsys.readouterr().out
     assert (
-        "Asked with prompts paper though trained with instructions none" in shown
+        "Scored with prompts paper but trained with instructions none" in shown
         and "none-paper-64-float32" in shown
     )
     # requested by name, as it was trained, so everything is known
