@@ -33,8 +33,8 @@ def _generator(*key):
 
 
 def _rows_by_dataset(sizes):
-    """Dataset → the global indices of its examples, from {name: size}, {name: indices} or one name
-    for each example.
+    """{dataset: global indices of its examples}, from {name: size}, {name: indices} or one name for
+    each example.
     """
     if isinstance(sizes, dict):
         if any(isinstance(indices, np.ndarray) for indices in sizes.values()):
@@ -50,8 +50,8 @@ def _rows_by_dataset(sizes):
 def parse_sampling(
     entries: Iterable[str],  # "dataset=ratio" each
 ) -> dict[str, float]:
-    """{dataset: ratio}. Raises `InputError` for anything but a name and a number of 0 or more, and
-    for a name given twice.
+    """{dataset: ratio}. Raises `InputError` unless each entry is a name and a number of 0 or more,
+    and each name occurs once.
     """
     ratios = {}
     for entry in entries:
@@ -72,8 +72,8 @@ def parse_sampling(
 
 
 def _rows_in_a_pass(sizes, sampling):
-    """{dataset: how many rows a pass takes of it}, from {dataset: size}; raises `InputError` for a
-    dataset that is not there.
+    """{dataset: number of its rows in a pass}, from {dataset: size}. Raises `InputError` for an
+    unknown dataset in `sampling`.
     """
     if unknown := sorted(set(sampling) - set(sizes)):
         raise InputError(
@@ -84,16 +84,16 @@ def _rows_in_a_pass(sizes, sampling):
 
 # %% ../../nbs/data/40_batches.ipynb #bcdb72f7
 class BatchPlan:
-    "Which examples make step k: a full batch of one dataset, a pure function of (seed, step)."
+    "The examples of every step: a full batch of one dataset, a pure function of (seed, step)."
 
     def __init__(
         self,
-        # {dataset: size}, in order, {dataset: indices of its examples}, or one name for each
-        # example
+        # {dataset: size}, in order; {dataset: indices of its examples}; or one dataset name for
+        # each example
         sizes: dict | Sequence[str],
         batch_size: int,  # examples in a batch
         seed: int = 42,
-        # dataset → rows a pass takes of it, as a multiple of its size; 1 if not named
+        # dataset → number of its rows in a pass, as a multiple of its size; 1 if not named
         sampling: dict[str, float] | None = None,
     ):
         if batch_size < 1:
@@ -105,7 +105,7 @@ class BatchPlan:
         taken = _rows_in_a_pass(
             {name: len(indices) for name, indices in rows.items()}, self.sampling
         )
-        # of different rows
+        # number of different rows
         usable = {name: min(taken[name], len(indices)) for name, indices in rows.items()}
         self.left_out = {name: count for name, count in usable.items() if count < batch_size}
         self.rows = {name: indices for name, indices in rows.items() if name not in self.left_out}
@@ -125,8 +125,8 @@ class BatchPlan:
                 )
         self.batches = {name: taken[name] // batch_size for name in self.rows}
         self.steps_per_pass = sum(self.batches.values())
-        self._pass = None
-        self._order = []  # the pass asked for last
+        self._pass = None  # number of the pass in `_order`
+        self._order = []  # the batches of the last pass that was needed
 
     def __repr__(self):
         sampling = f", sampling={self.sampling}" if self.sampling else ""
@@ -153,11 +153,11 @@ class BatchPlan:
 
 # %% ../../nbs/data/40_batches.ipynb #4765d05a
 def _drawn(generator, rows, count, batch_size):
-    "`count` of `rows` in random order: whole shuffled copies, then a part of another one."
+    "`count` of `rows` in random order: whole shuffled copies, then a part of another copy."
     drawn = generator.permutation(rows)
     while len(drawn) < count:
         copy = generator.permutation(rows)
-        # the rows of the batch that the copy completes
+        # the rows of the incomplete batch, which this copy completes
         unfinished = drawn[len(drawn) // batch_size * batch_size :]
         again = np.isin(copy, unfinished)
         drawn = np.concatenate([drawn, copy[~again], copy[again]])
@@ -177,7 +177,7 @@ def _shuffled_pass(plan, number):
 # %% ../../nbs/data/40_batches.ipynb #43a2f934
 @dataclass(frozen=True)
 class Instructions:
-    "Dataset → its instructions, and whether positives get them too."
+    "The instructions of each dataset, and whether its positives get them too."
 
     source: str  # "none", "paper", "as_released" or the path of a file
     # dataset → its instructions, alternating by row
@@ -190,7 +190,7 @@ class Instructions:
         dataset: str,
         row: int,  # index of the row; its parity chooses between two instructions
     ) -> tuple[str | None, str | None]:  # of the query, of the positive
-        "The instructions of one row; (None, None) for a dataset without any."
+        "The instructions of one row; (None, None) for a dataset without instructions."
         whole, half = re.fullmatch(r"(.*?)(?:_split([12]))?", dataset, re.DOTALL).groups()
         name, half = (dataset, None) if dataset in self.table else (whole, half)
         if not (choices := self.table.get(name)):
@@ -200,7 +200,7 @@ class Instructions:
 
     @classmethod
     def none(cls) -> "Instructions":
-        "No instructions: Stage I, or training without."
+        "No instructions, as in Stage I."
         return cls("none")
 
     @classmethod
@@ -254,7 +254,8 @@ def _instructions_from_csv(source, path):
                 f"{where}: {name!r} is symmetric in one line and not in another; make them agree"
             )
         table[name] = (*table.get(name, ()), instruction)
-        symmetric |= {name} if _FLAGS[flag] else set()
+        if _FLAGS[flag]:
+            symmetric.add(name)
     if not table:
         raise InputError(
             f'{path}: no instructions; write lines like nq,"Given a question, retrieve passages",0'
@@ -266,7 +267,7 @@ def _instructions_from_toml(path):
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken TOML or not UTF-8
-        raise InputError(f"{path}: broken TOML ({error}); correct it there") from None
+        raise InputError(f"{path}: broken TOML ({error}); correct the file") from None
     table = {}
     symmetric = set()
     for name, entry in entries.items():
@@ -285,7 +286,8 @@ def _instructions_from_toml(path):
                 "and may have symmetric = true or false"
             )
         table[name] = tuple(choices)
-        symmetric |= {name} if flag else set()
+        if flag:
+            symmetric.add(name)
     if not table:
         raise InputError(
             f'{path}: no instructions; write lines like nq = "Given a question, retrieve passages"'
@@ -327,18 +329,14 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        "Tokens of all texts, template and EOS included."
+        "Number of tokens of all texts, template and EOS included."
         return sum(map(len, self.texts))
 
     def take(self, rows: Iterable[int]) -> "TokenBatch":
         "The batch of these rows, in this order."
         rows = list(rows)
-        return TokenBatch(
-            *(
-                [part[row] for row in rows]
-                for part in (self.queries, self.positives, self.negatives)
-            )
-        )
+        sides = self.queries, self.positives, self.negatives
+        return TokenBatch(*([side[row] for row in rows] for side in sides))
 
     def __repr__(self):
         return (
@@ -363,9 +361,9 @@ def tokenize_batch(
     examples: Sequence[Example],
     text_tokenizer: TextTokenizer,
     instructions: Instructions,
-    # the rows of `examples` to take, in this order; None: all
+    # the rows of `examples` that make the batch, in this order; None: all
     indices: Iterable[int] | None = None,
-    hard_negatives: int = 1,  # at most this many negatives of each example, the first ones; 0: none
+    hard_negatives: int = 1,  # take at most this many negatives of each example; 0: none
 ) -> TokenBatch:
     """Tokenise a batch with one tokenizer call. An example's instruction depends on its dataset and
     its index.

@@ -34,16 +34,16 @@ from ..model.text import clean
 
 # %% ../../nbs/data/15_sources.ipynb #aede9111
 class BadRow(str):
-    "Why a row cannot be read."
+    "The reason why a row cannot be read."
 
 
 def open_binary(path: Path) -> io.BufferedIOBase:
-    "The file, to be read as bytes."
+    "The file, opened for reading bytes."
     return path.open("rb")
 
 
 def file_lines(path, opened=open_binary):
-    "(where, bytes) of every line of a file that may be compressed; a mark of UTF-8 is left out."
+    "(where, bytes) of every line of a plain or gzip file, without a byte order mark."
     number = 0
     try:
         with (
@@ -80,7 +80,7 @@ def _json_row(line):
 
 # %% ../../nbs/data/15_sources.ipynb #60e789d2
 def _csv_records(reader):
-    "(physical line where it starts, cells) of each record that is not blank."
+    "(line of the file where it starts, cells) of each record that is not blank."
     while True:
         line = reader.line_num + 1
         limit = csv.field_size_limit(2**31 - 1)
@@ -110,11 +110,11 @@ def _line_not_utf8(path):
 # %% ../../nbs/data/15_sources.ipynb #c06d8493
 def csv_rows(
     path: Path,
-    needed: Iterable[tuple[str, ...]],  # for each column that must be there, the names it may have
-    opened: Callable = open_binary,  # how to open the file
+    needed: Iterable[tuple[str, ...]],  # the accepted names of each required column
+    opened: Callable = open_binary,  # opens the file
 ) -> Iterator[tuple[str, "dict | BadRow"]]:
-    """(where, {column: text}) of a CSV file. Raises `InputError` when the header lacks a column or
-    the file is not UTF-8.
+    """(where, {column: text}) of the rows of a CSV file. Raises `InputError` when the header lacks
+    a column or the file is not UTF-8.
     """
     try:
         with opened(path) as raw:
@@ -148,7 +148,7 @@ def csv_rows(
 
 # %% ../../nbs/data/15_sources.ipynb #f3c599cd
 def _csv_pairs(path, opened):
-    "CSV rows with the `negatives` cell read as JSON."
+    "CSV rows with the `negatives` cell parsed as JSON."
     for where, row in csv_rows(path, (QUERY, POSITIVE), opened):
         if not isinstance(row, BadRow) and row.get("negatives") is not None:
             parsed = _json_row(row["negatives"].encode("utf-8")) if row["negatives"].strip() else []
@@ -160,7 +160,7 @@ def _csv_pairs(path, opened):
 
 # %% ../../nbs/data/15_sources.ipynb #039c5477
 def _known(name):
-    "Whether a column may hold anything of an example."
+    "Whether a column of this name is part of an example."
     return name in (*QUERY, *POSITIVE, "dataset", "positive_passages", "negative_passages") or bool(
         NEGATIVES.fullmatch(name)
     )
@@ -190,7 +190,7 @@ def parquet_rows(path, opened, wanted=_known):
 
 
 def _arrow_rows(name, paths, opened):
-    "Rows of the Arrow stream files that make the dataset `name`."
+    "The rows of the Arrow stream files of the dataset `name`."
     import pyarrow as pa
 
     number = 0
@@ -204,22 +204,19 @@ def _arrow_rows(name, paths, opened):
 
 # %% ../../nbs/data/15_sources.ipynb #bd9cc7e6
 class _Texts:
-    "id → text, kept in a file."
+    "id → text, for the wanted ids; the texts are in a file."
 
     def __init__(self, file, wanted):
         self.file = file
         self.places = dict.fromkeys(wanted)
 
     def fill(self, path, opened):
-        "Keep the wanted texts of a BEIR file; yield its bad rows."
+        "Store the wanted texts of a BEIR file; yield its bad rows."
         for where, row in jsonl_rows(path, opened):
-            if isinstance(row, BadRow) or not isinstance(row, dict) or "_id" not in row:
-                yield (
-                    where,
-                    row
-                    if isinstance(row, BadRow)
-                    else BadRow('a row must be an object like {"_id": "…", "text": "…"}'),
-                )
+            if isinstance(row, BadRow):
+                yield where, row
+            elif not isinstance(row, dict) or "_id" not in row:
+                yield where, BadRow('a row must be an object like {"_id": "…", "text": "…"}')
             elif str(row["_id"]) in self.places:
                 text = with_title(row, where).encode()
                 self.places[str(row["_id"])] = (self.file.seek(0, os.SEEK_END), len(text))
@@ -235,26 +232,25 @@ class _Texts:
 
 # %% ../../nbs/data/15_sources.ipynb #797fdf3d
 def qrels_rows(
-    path: Path,  # packed or not
-    opened: Callable = open_binary,  # how to open the file
+    path: Path,  # plain or gzip
+    opened: Callable = open_binary,  # opens the file
 ) -> Iterator[tuple[str, "tuple[str, str, float] | BadRow"]]:
-    "(where, (query id, document id, score)) of BEIR's judgements."
+    "(where, (query id, document id, score)) of the relevance judgements in a BEIR file."
     for number, (where, line) in enumerate(file_lines(path, opened), start=1):
         try:
             query, document, score = line.decode("utf-8").rstrip("\r\n").split("\t")
             yield where, (query, document, float(score))
         except ValueError:
             if line.strip() and number > 1:  # the first line is a header
-                yield (
-                    where,
-                    BadRow(
-                        "a line must be query id, document id and "
-                        "score, with tabs between them, in UTF-8"
-                    ),
+                bad = BadRow(
+                    "a line must be query id, document id and score, with tabs between them, "
+                    "in UTF-8"
                 )
+                yield where, bad
 
 
 def _beir_rows(corpus, queries, qrels, opened):
+    "The rows of a BEIR folder, query by query."
     judged = {}
     for where, row in qrels_rows(qrels, opened):
         if isinstance(row, BadRow):
@@ -262,55 +258,41 @@ def _beir_rows(corpus, queries, qrels, opened):
         else:
             query, document, score = row
             judged.setdefault(query, []).append((document, where, score > 0))
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answers:
-        asked = _Texts(asked, judged)
-        answers = _Texts(
-            answers,
-            (document for documents_of in judged.values() for document, _, _ in documents_of),
-        )
-        yield from asked.fill(queries, opened)
-        yield from answers.fill(corpus, opened)
-        for query, documents_of in judged.items():
-            if query not in asked:
-                yield (
-                    documents_of[0][1],
-                    BadRow(f"query {query!r} is not in {queries.name}; add it or remove its lines"),
-                )
+    wanted = (document for judgements in judged.values() for document, _, _ in judgements)
+    with tempfile.TemporaryFile() as query_file, tempfile.TemporaryFile() as document_file:
+        query_texts = _Texts(query_file, judged)
+        document_texts = _Texts(document_file, wanted)
+        yield from query_texts.fill(queries, opened)
+        yield from document_texts.fill(corpus, opened)
+        for query, judgements in judged.items():
+            if query not in query_texts:
+                where = judgements[0][1]
+                remedy = "add it or remove its lines"
+                yield where, BadRow(f"query {query!r} is not in {queries.name}; {remedy}")
                 continue
-            for document, where, _ in documents_of:
-                if document not in answers:
-                    yield (
-                        where,
-                        BadRow(
-                            f"document {document!r} is not in "
-                            f"{corpus.name}; add it or remove the line"
-                        ),
-                    )
-            negatives = [
-                answers[document]
-                for document, _, relevant in documents_of
-                if not relevant and document in answers
-            ]
-            for document, where, relevant in documents_of:
-                if relevant and document in answers:
-                    yield (
-                        where,
-                        {
-                            "query": asked[query],
-                            "positive": answers[document],
-                            "negatives": negatives,
-                        },
-                    )
+            positives = []
+            negatives = []
+            for document, where, relevant in judgements:
+                if document not in document_texts:
+                    remedy = "add it or remove the line"
+                    yield where, BadRow(f"document {document!r} is not in {corpus.name}; {remedy}")
+                elif relevant:
+                    positives.append((where, document_texts[document]))
+                else:
+                    negatives.append(document_texts[document])
+            for where, positive in positives:
+                row = {"query": query_texts[query], "positive": positive, "negatives": negatives}
+                yield where, row
 
 # %% ../../nbs/data/15_sources.ipynb #0bf9e221
 @dataclass(frozen=True)
 class Part:
-    "What is read in one go: a file, a BEIR folder, or a split of a dataset."
+    "A part of a source: a file, a BEIR folder, or a split of a dataset."
 
-    name: str  # what messages call it
+    name: str  # for messages
     files: tuple[Path, ...]  # all files it is read from
-    dataset: str  # the dataset of rows that name none
-    rows: Callable  # how to open a file → iterator of (where, row)
+    dataset: str  # for rows without a `dataset`
+    rows: Callable  # takes a function that opens files; returns an iterator of (where, row)
 
 
 _READERS = {
@@ -356,7 +338,7 @@ _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]*))?(?::(\w+))?")
 
 
 def _load(name, load, remedy):
-    "What `load` of the `datasets` library returns; raises `InputError`."
+    "The result of `load`, a call of the `datasets` library. Raises `InputError`."
     try:
         return load()
     except ConnectionError as error:
@@ -366,14 +348,14 @@ def _load(name, load, remedy):
             "check the path, or run once with a connection: the dataset is then kept in the cache "
             "of datasets"
         ) from None
-    except Exception as error:  # whatever a dataset's files, card and configurations can cause
+    except Exception as error:  # a dataset's files, card and configurations can raise anything
         raise InputError(
             f"{name}: datasets cannot load it ({str(error).partition(chr(10))[0]}); {remedy}"
         ) from error
 
 
 def _dataset_part(name, dataset, loaded):
-    "The part of a `datasets.Dataset`; of several splits, `train`."
+    "The part of a `datasets.Dataset`, or of the split `train` if there are several splits."
     if isinstance(loaded, dict):
         if "train" not in loaded:
             raise InputError(
@@ -412,9 +394,9 @@ def find_parts(
     # a file, a folder, or a dataset of the hub as owner/name or owner/name:config:split
     source: str | os.PathLike,
 ) -> list[Part]:
-    "What `source` consists of, in the order of file names. Raises `InputError`."
+    "The parts of `source`, in the order of file names. Raises `InputError`."
     path = Path(source)
-    if source == "":  # which would be the working folder
+    if source == "":  # as a path this would be the working folder
         raise InputError(
             f"no data are named; give the path of your data ({_FORMATS}, or a folder of them)"
         )
@@ -426,7 +408,9 @@ def find_parts(
             f"({_FORMATS}, or a folder of them){near_path(path)}"
         )
     if not path.is_dir() and not path.is_file():
-        raise InputError(f"{path}: is a pipe or a device, which is read only once; name a file")
+        raise InputError(
+            f"{path}: is a pipe or a device, which can be read only once; give a file"
+        )
     if (path / "corpus.jsonl").exists() or (path / "corpus.jsonl.gz").exists():
         return [_beir_part(path)]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
@@ -446,11 +430,11 @@ def find_parts(
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
 def part_examples(
     part: Part,
-    # "error": raise at the first bad row; "skip": yield it as a `BadRow` that says why
+    # "error": raise at the first bad row; "skip": yield each bad row as a `BadRow`
     on_bad_row: str = "error",
-    opened: Callable = open_binary,  # how to open a file
+    opened: Callable = open_binary,  # opens a file
 ) -> Iterator[Example | BadRow]:
-    "The examples of a part, one by one. Raises `InputError` naming file, line and remedy."
+    "The examples of a part, one at a time. Raises `InputError` naming file, line and remedy."
     if on_bad_row not in ("error", "skip"):
         raise InputError(f"on_bad_row is 'error' or 'skip', not {on_bad_row!r}")
     good = 0
@@ -465,7 +449,7 @@ def part_examples(
             except InputError as error:
                 if on_bad_row == "error":
                     raise
-                bad = bad + 1
+                bad += 1
                 first = first or error
                 yield BadRow(error)
             else:
@@ -483,10 +467,10 @@ def part_examples(
 
 # %% ../../nbs/data/15_sources.ipynb #12e03bab
 def read_examples(
-    # a file (.jsonl, .jsonl.gz, .csv, .parquet), a folder of such files, or another source of
-    # `find_parts`
+    # a file (.jsonl, .jsonl.gz, .csv, .parquet), a folder of such files, or another source that
+    # `find_parts` accepts
     source: str | os.PathLike,
-    # "error": stop at the first bad row; "skip": leave it out, with one warning a file
+    # "error": stop at the first bad row; "skip": leave bad rows out, with one warning for each file
     on_bad_row: str = "error",
 ) -> list[Example]:
     """All examples of a source, in the order of file names, in memory. Raises `InputError` naming
@@ -505,16 +489,16 @@ def read_examples(
 
 # %% ../../nbs/data/15_sources.ipynb #7fc93e7c
 def read_texts(
-    # .jsonl with a `text`, and perhaps a `title`, in each row; any other file: one text a line;
-    # either may be compressed (.gz)
+    # .jsonl: a `text` and perhaps a `title` in each row; any other file: one text a line;
+    # both may be gzip files
     path: str | os.PathLike,
 ) -> list[str]:
     "The texts of a file, in order. Raises `InputError` naming file, line and remedy."
     path = Path(path)
     if path.suffix.lower() in (".csv", ".tsv", ".parquet", ".json"):
         raise InputError(
-            f"{path}: texts are read from .jsonl rows with a `text`, or a text a "
-            f"line, not from {path.suffix}; write such a file"
+            f"{path}: texts are read from .jsonl rows with a `text`, or from a file with one text "
+            f"a line, not from {path.suffix}; write such a file"
         )
     try:
         if _suffix(path) not in (".jsonl", ".jsonl.gz"):

@@ -29,13 +29,13 @@ from .objective import SIDES, Objective, PairTokens, TextLengths
 # %% ../../nbs/objectives/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    "Packed decoder inputs, the tokens they predict, and whose anchor is in each slot."
+    "Packed decoder inputs, the tokens they predict, and which anchor is in each slot."
 
-    inputs: PackedBatch  # slot + target without its last token, for every text that has a target
-    slots: torch.Tensor  # (n,) int64, the input positions where the anchors stand
+    inputs: PackedBatch  # opening + slot + target without its last token, for each nonempty target
+    slots: torch.Tensor  # (n,) int64, input positions of the anchors
     targets: torch.Tensor  # (S,) int64, the scored tokens
     scored: torch.Tensor  # (S,) int64, the input positions that predict them
-    of: torch.Tensor  # (n,) int64, which of the anchors stands in each slot
+    of: torch.Tensor  # (n,) int64, index of the anchor in each slot
 
 
 def decode_batch(
@@ -43,11 +43,11 @@ def decode_batch(
     device: torch.device | str = "cpu",
     before: Sequence[int] = (),  # tokens in front of every slot, not scored
 ) -> DecodeBatch:
-    "Inputs and targets to decode every body from its anchor; at least one body must have a token."
+    "Inputs and targets to decode every body from its anchor; at least one body must not be empty."
     of = [index for index, body in enumerate(bodies) if body]
     inputs = pack([[*before, 0, *bodies[i][:-1]] for i in of], device)
     ends = zip(of, accumulate(inputs.lengths), strict=True)
-    # as many as the body, at the end
+    # the last positions of each sequence, one for each token of the body
     scored = [place for i, end in ends for place in range(end - len(bodies[i]), end)]
     targets = [token for i in of for token in bodies[i]]
     targets, scored, of = (
@@ -57,7 +57,7 @@ def decode_batch(
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #eb9941ec
 def dropped(inputs: PackedBatch, share: float, stand_in: int) -> PackedBatch:
-    "Each token is replaced by `stand_in` with probability `share`."
+    "The same inputs, each token replaced by `stand_in` with probability `share`."
     lost = torch.rand(inputs.num_tokens, device=inputs.ids.device) < share
     return replace(inputs, ids=inputs.ids.masked_fill(lost, stand_in))
 
@@ -67,11 +67,11 @@ def decode_states(
     anchors: torch.Tensor,  # (m, d), one per body, direction after direction
     bodies: Sequence[Sequence[int]],  # m lists of target tokens, at least one not empty
     before: Sequence[int] = (),  # token ids in front of every slot, unscored; see `opening_ids`
-    # share of the decoder's input tokens that `eos_id` stands in for, in training
+    # share of the decoder's input tokens that are replaced by `eos_id`, in training only
     input_dropout: float = 0.0,
     eos_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (S, d) states, (S,) int64: the tokens they predict
-    "The decode pass: the states that predict the targets of every body."
+    "The decode pass: the hidden states that predict the targets of every body."
     batch = decode_batch(bodies, decoder.device, before)
     drop = input_dropout if decoder.training else 0.0
     inputs = dropped(batch.inputs, drop, eos_id) if drop else batch.inputs
@@ -82,15 +82,15 @@ def decode_states(
 def decode_sums(
     decoder: CausalDecoder,
     anchors: torch.Tensor,  # (m, d), one per body, direction after direction
-    bodies: Sequence[Sequence[Sequence[int]]],  # for every direction its bodies
+    bodies: Sequence[Sequence[Sequence[int]]],  # the bodies of each direction
     before: Sequence[int] = (),  # see `decode_states`
     input_dropout: float = 0.0,
     eos_id: int = 0,
-    first_tokens: int = 0,  # so many targets at the beginning of each text
-    first_weight: float = 1.0,  # count so much
+    first_tokens: int = 0,  # number of targets at the beginning of each text that are weighted
+    first_weight: float = 1.0,  # their weight; all other targets weigh 1
 ) -> torch.Tensor:  # (directions,) float32, nats
-    """Sum of -log p over the targets of each direction (equations 3 and 4 before the division), the
-    first of each text weighted.
+    """Sum of -log p over the targets of each direction (equations 3 and 4 before the division),
+    with a weight for the first targets of each text.
     """
     counts = [sum(map(len, direction)) for direction in bodies]
     if not sum(counts):
@@ -105,8 +105,8 @@ def decode_sums(
 
 
 def no_targets(decoder: CausalDecoder, anchors: torch.Tensor) -> torch.Tensor:
-    """A loss of 0 that still reaches the head and the anchors: every pass has a gradient for all
-    parameters.
+    """A loss of 0 that depends on the head and the anchors, so that a batch without targets still
+    has a gradient for every parameter.
     """
     nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
     return vocabulary_loss(decoder, anchors[:0], nothing)
@@ -126,7 +126,7 @@ def _first_sums(decoder, states, targets, bodies, number):
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #6a01c2bf
 def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:
-    "Loss terms by name, and `loss`, as plain numbers (one transfer from the device)."
+    "Loss terms by name, and `loss`, as Python floats, with one transfer from the device."
     return dict(zip([*names, "loss"], torch.cat([terms, loss[None]]).tolist(), strict=True))
 
 
@@ -137,16 +137,20 @@ class TokenMeans(Objective):
     unit: ClassVar[str] = "token"
 
     def weights(self) -> dict[str, float]:
-        "Every term and its weight in the loss."
+        "The weight of each term in the loss."
         raise NotImplementedError
 
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
-        "What the sum of each term is divided by."
+        "The number of targets by which the sum of each term is divided."
         raise NotImplementedError
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
         "(len(names),) sums of -log p, float32."
         raise NotImplementedError
+
+    def _trained(self):
+        "The terms whose weight is not 0; the others are not computed in training."
+        return {name: weight for name, weight in self.weights().items() if weight}
 
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of at most `token_budget` encode tokens."
@@ -154,10 +158,10 @@ class TokenMeans(Objective):
         return [batch.take(group) for group in agreed_parts(model, lengths, self.token_budget)]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
-        """Gradients of one global batch, of which this process holds `batch`; returns the loss
-        terms of all of it.
+        """Compute the gradients of one global batch, of which this process holds `batch`. Returns
+        the loss terms of the global batch.
         """
-        weights = {name: weight for name, weight in self.weights().items() if weight}
+        weights = self._trained()
         names = list(weights)
         parts = self.micro_batches(model, batch)
         weight = torch.tensor(list(weights.values())).to(accelerator.device, non_blocking=True)
@@ -182,8 +186,8 @@ class TokenMeans(Objective):
         return named_terms(names, means, (weight * means).sum())
 
     def part_loss(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
-        "Scalar: the loss over one micro-batch, with gradient."
-        weights = {name: weight for name, weight in self.weights().items() if weight}
+        "Scalar: the loss of one micro-batch, with gradient."
+        weights = self._trained()
         sums = decoder(self.sums, part, list(weights))
         counts = self.counts(part, list(weights))
         return sum(
@@ -193,7 +197,7 @@ class TokenMeans(Objective):
 # %% ../../nbs/objectives/20_reconstruction.ipynb #f266fde7
 @dataclass(frozen=True, kw_only=True)
 class Anchored(Objective):
-    "An objective that decodes texts from anchors, and measures what these are worth."
+    "An objective that decodes texts from anchors and measures the anchor gain."
 
     anchor_gain_every: Natural = 0  # steps between two measurements of the anchor gain; 0 = never
 
@@ -209,17 +213,17 @@ class Anchored(Objective):
             )
 
     def measured(self) -> "Anchored":
-        "The objective as the anchor gain sees it: whole texts, every token counted once."
+        "The objective with which the anchor gain is measured: whole texts, each token of weight 1."
         return self
 
     def watches(self, step: int) -> bool:
-        "Every `anchor_gain_every` steps."
+        "True every `anchor_gain_every` steps."
         return bool(self.anchor_gain_every) and step % self.anchor_gain_every == 0
 
     def yardstick(
         self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer
     ) -> dict[str, float]:
-        """What the counterpart's whole text is worth in each direction (nats per token); see
+        """Nats per token that the whole text of the counterpart would save in each direction; see
         `anchor_ceiling`.
         """
         opening = opening_ids("encode", tokenizer.template)
@@ -236,22 +240,20 @@ class Anchored(Objective):
         places: Sequence[int],
         yardstick: Mapping,
     ) -> dict[str, float]:
-        """See `anchor_gain`; beside each gain its share of the ceiling, where that is known and
-        above zero.
+        """See `anchor_gain`. Each gain also as a share of the ceiling, where the ceiling is known
+        and above zero.
         """
         gains = anchor_gain(self, decoder, batch, accelerator, places)
         shares = {
-            name: share_of_ceiling(gains[f"anchor_gain_{name}"], nats)
+            f"share_of_ceiling_{name}": share_of_ceiling(gains[f"anchor_gain_{name}"], nats)
             for name, nats in yardstick.items()
             if f"anchor_gain_{name}" in gains
         }
-        return gains | {
-            f"share_of_ceiling_{name}": share for name, share in shares.items() if share is not None
-        }
+        return gains | {name: share for name, share in shares.items() if share is not None}
 
 
-def _parted(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    "Terms in two: directions that are decoded, and directions of which a bag is wanted."
+def _split_terms(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    "The directions of the terms that decode a text, and those of the terms that are a bag."
     directions = [name for name in names if not name.startswith("bag_")]
     return directions, [name.removeprefix("bag_") for name in names if name.startswith("bag_")]
 
@@ -262,14 +264,14 @@ class Reconstruction(Anchored, TokenMeans):
 
     alpha: Share = 0.2  # weight of EBQ2D; EBD2Q has 1 - alpha
     predict_eos: bool = False  # EOS is a target too
-    decode_opening: Literal["encode", "none"] = "encode"  # what opens a decode sequence, not scored
-    # of the text that the anchor is of, or that text
+    decode_opening: Literal["encode", "none"] = "encode"  # tokens in front of the slot, not scored
+    # decode the other text of the pair, or the text that the anchor was made from
     target: Literal["counterpart", "itself"] = "counterpart"
-    target_tokens: Natural = 0  # only the first so many tokens of a text are decoded; 0 = all
-    first_tokens: Natural = 0  # so many targets at the beginning of each text …
-    first_weight: Positive = 1.0  # … count so much
-    bag_weight: NotNegative = 0.0  # of the bag of tokens of the same targets, by direction
-    input_dropout: Share = 0.0  # share of the decoder's input tokens that EOS stands in for
+    target_tokens: Natural = 0  # decode only this many tokens at the beginning of a text; 0 = all
+    first_tokens: Natural = 0  # number of targets at the beginning of each text …
+    first_weight: Positive = 1.0  # … that have this weight; all others have 1
+    bag_weight: NotNegative = 0.0  # weight of the bag of tokens of the same targets
+    input_dropout: Share = 0.0  # share of the decoder's input tokens that are replaced by EOS
     anchor_gradient: NotNegative = 1.0  # factor on the gradient that reaches the encode pass
     # shuffled: a control, every text is decoded from the anchor of another pair
     anchor: Literal["own", "shuffled"] = "own"
@@ -281,11 +283,11 @@ class Reconstruction(Anchored, TokenMeans):
 
     @property
     def exchanges_pairs(self) -> bool:
-        "Where anchors are shuffled, pairs are: the rest is as always."
+        "Anchors are shuffled by exchanging the pairs; everything else stays as it is."
         return self.anchor == "shuffled"
 
     def prepared(self, tokenizer: TextTokenizer) -> "Reconstruction":
-        "With the token ids of its opening."
+        "The same objective with the token ids of its opening."
         return replace(self, before=opening_ids(self.decode_opening, tokenizer.template))
 
     def measured(self) -> "Reconstruction":
@@ -294,13 +296,13 @@ class Reconstruction(Anchored, TokenMeans):
         return replace(self, **plain)
 
     def directions(self) -> dict[str, float]:
-        "Every direction and its weight: alpha where documents are decoded."
+        "The weight of each direction: alpha where documents are decoded."
         if self.target == "itself":
             return {"q2q": 1 - self.alpha, "d2d": self.alpha}
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}
 
     def weights(self) -> dict[str, float]:
-        "Every term and its weight in the loss: directions, and their bags of tokens."
+        "The weight of each term in the loss: directions, then their bags of tokens."
         directions = self.directions()
         if not self.bag_weight:
             return directions
@@ -320,8 +322,8 @@ class Reconstruction(Anchored, TokenMeans):
         return [[sorted(set(body)) for body in side] for side in self.bodies(batch, directions)]
 
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
-        "What the sum of each term is divided by: its targets, by weight."
-        directions, bagged = _parted(names)
+        "The number of targets of each term, each target counted with its weight."
+        directions, bagged = _split_terms(names)
         more = self.first_weight - 1
         counts = [
             sum(len(body) + more * min(len(body), self.first_tokens) for body in side)
@@ -351,15 +353,15 @@ class Reconstruction(Anchored, TokenMeans):
         )
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
-        "(len(names),) sums of -log p: both passes; directions come before their bags."
-        directions, bagged = _parted(names)
+        "(len(names),) sums of -log p: both passes; in `names` directions come before bags."
+        directions, bagged = _split_terms(names)
         anchors = self.encode(decoder, batch, directions)
         anchors = anchors.detach().lerp(anchors, self.anchor_gradient)
         sums = self.decode(decoder, anchors, batch, directions)
         if not bagged:
             return sums
         by_direction = anchors.unflatten(0, (len(directions), -1))
-        # one by one: a list as an index would wait for the device
+        # one at a time: indexing with a list would wait for the device
         vectors = torch.cat([by_direction[directions.index(name)] for name in bagged])
         bags = [bag for side in self.bags(batch, bagged) for bag in side]
         losses = bag_loss(decoder, vectors, bags).unflatten(0, (len(bagged), -1))
@@ -370,26 +372,25 @@ class Reconstruction(Anchored, TokenMeans):
         yield from super().conflicts(recipe)
         if self.first_weight != 1 and not self.first_tokens:
             yield (
-                f"`first_weight` = {self.first_weight} changes nothing while `first_tokens` is "
-                "0: "
-                "give that too, or leave this out"
+                f"`first_weight` = {self.first_weight} changes nothing while `first_tokens` is 0: "
+                "set `first_tokens` too, or leave `first_weight` out"
             )
         if self.first_tokens and self.first_weight == 1:
             yield f"`first_tokens` = {self.first_tokens} changes nothing while `first_weight` is 1"
         if self.anchor == "shuffled" and self.target == "itself":
             yield (
-                "`anchor` = 'shuffled': a text that is decoded from itself has no other pair; "
+                "`anchor` = 'shuffled' cannot be combined with `target` = 'itself': "
                 "leave `target` out"
             )
         if self.anchor == "shuffled" and recipe.batch_size < 2:
             yield (
-                f"`batch_size` = {recipe.batch_size}: anchors are shuffled among pairs; give at "
-                "least 2"
+                f"`batch_size` = {recipe.batch_size}: anchors are shuffled among the pairs of a "
+                "batch; give at least 2"
             )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "One encoded and one decoded sequence a direction that has weight."
-        whole = {"queries": lengths.query, "positives": lengths.document}
+        "One encoded and one decoded sequence for each direction whose weight is not 0."
+        encoded = {"queries": lengths.query, "positives": lengths.document}
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
         most = self.target_tokens or math.inf
         used = [SIDES[name] for name, weight in self.directions().items() if weight]
@@ -398,21 +399,21 @@ class Reconstruction(Anchored, TokenMeans):
         return PairTokens(
             query=lengths.query,
             document=lengths.document,
-            encoded=self.read(*(whole[source] for source, _ in used)),
+            encoded=self.read(*(encoded[source] for source, _ in used)),
             decoded=tuple(target + opening for target in targets),
             # a bag costs one projection of its anchor
             scored=sum(targets) + (len(used) if self.bag_weight else 0),
         )
 
     def choices(self) -> dict:
-        "The opening."
+        "The opening, on which the paper is silent."
         silent = "not said: equations 3 and 4 leave BOS and template out, as equation 1 does"
         return {"decode_opening": (self.decode_opening, silent)}
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #91d3e7ba
 def _all_anchors(own, places, accelerator):
-    """(directions, N, d) anchors of the global batch in its order, from (directions, n, d) of this
-    process; (n,) places of these in it.
+    """The (directions, N, d) anchors of the global batch, in its order, from the (directions, n, d)
+    anchors `own` of this process; and the (n,) places of these pairs in the global batch.
     """
     places = torch.tensor(range(own.shape[1]) if places is None else places).to(
         own.device, non_blocking=True
@@ -426,15 +427,15 @@ def _all_anchors(own, places, accelerator):
 # %% ../../nbs/objectives/20_reconstruction.ipynb #f4f33fc3
 @torch.no_grad()
 def anchor_gain(
-    objective,  # a `Reconstruction`, or one with the same passes
+    objective,  # a `Reconstruction`, or another objective with the same two passes
     decoder: CausalDecoder,
-    batch: TokenBatch,  # the pairs that this process holds of a global batch
-    accelerator=None,  # of several processes, which must all call it
-    # of these pairs in the global batch; None: they are all of it
+    batch: TokenBatch,  # this process's pairs of a global batch
+    accelerator=None,  # with several processes: all of them must make this call
+    # of these pairs in the global batch; None: `batch` is the whole batch
     places: Sequence[int] | None = None,
 ) -> dict[str, float]:  # anchor_gain_… of every direction (nats per token), mean_cosine
-    """Loss with the next pair's anchor minus loss with the right one, and how alike the anchors
-    are. Raises `InputError` for a single pair.
+    """Loss with the next pair's anchor minus loss with the right one, and the mean cosine between
+    anchors. Raises `InputError` for a single pair.
     """
     objective = objective.measured()
     names = list(objective.weights())
