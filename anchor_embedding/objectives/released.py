@@ -28,14 +28,14 @@ class PaddedBatch:
     "n texts, padded on the left to L tokens."
 
     ids: torch.Tensor  # (n, L) int64
-    content: torch.Tensor  # (n, L) bool: body and end of the text, what attention sees
-    scored: torch.Tensor  # (n, L) bool: everything but ids that equal the EOS
-    places: torch.Tensor  # (S,) int64, where `scored` holds, in rows put one after the other
+    content: torch.Tensor  # (n, L) bool: body and end of the text, which attention sees
+    scored: torch.Tensor  # (n, L) bool: everything except ids that equal the EOS
+    places: torch.Tensor  # (S,) int64, indices of the scored tokens in the flattened rows
 
 
 def left_padded(
     texts: Sequence[TokenizedText],
-    eos_id: int,  # pads, and is not scored
+    eos_id: int,  # used for padding, and not scored
     device: torch.device | str = "cpu",
 ) -> PaddedBatch:
     "Texts as the released collator pads and masks them."
@@ -53,7 +53,7 @@ def decode_padded(
     anchors: torch.Tensor,  # (n, d)
     padded: PaddedBatch,
 ) -> torch.Tensor:  # (n, L, d)
-    "States that predict `padded.ids`: the anchor in front of the padding, under the content mask."
+    "The states that predict `padded.ids`, with the anchor before the padding and the content mask."
     embeddings = decoder.causal_lm.get_input_embeddings()(padded.ids)
     slots = (anchors / decoder.embedding_scale).to(embeddings.dtype)
     attended = torch.nn.functional.pad(padded.content, (1, 0), value=True)
@@ -67,8 +67,8 @@ class ReleasedReconstruction(Anchored):
     "Stage I of the released code: alpha * L_Q2D + (1 - alpha) * L_D2Q, each a mean of means."
 
     alpha: Share = 0.2  # weight of EBQ2D; a literal in the released code
-    micro_batch_size: Natural = 0  # pairs whose tokens are averaged; 0 = all that a process holds
-    eos_id: int = given(0)  # the tokenizer's EOS: pads, and is not scored
+    micro_batch_size: Natural = 0  # pairs whose tokens are averaged; 0 = all pairs of a process
+    eos_id: int = given(0)  # the tokenizer's EOS: used for padding, and not scored
 
     name: ClassVar[str] = "released"
     title: ClassVar[str] = "reconstruction as released"
@@ -78,11 +78,11 @@ class ReleasedReconstruction(Anchored):
     decode_opening = "none"  # its header is masked out
 
     def prepared(self, tokenizer: TextTokenizer) -> "ReleasedReconstruction":
-        "With the tokenizer's own EOS, which that code pads with."
+        "The same objective with the tokenizer's own EOS, which the released code pads with."
         return replace(self, eos_id=tokenizer.tokenizer.eos_token_id)
 
     def weights(self) -> dict[str, float]:
-        "Every direction and its weight in the loss."
+        "The weight of each direction in the loss."
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}
 
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
@@ -126,12 +126,12 @@ class ReleasedReconstruction(Anchored):
         return sums / torch.tensor(counts).to(sums.device, non_blocking=True)
 
     def weighted(self, means: torch.Tensor) -> torch.Tensor:
-        "The loss of two means."
+        "The loss from the means of the two directions."
         return self.alpha * means[0] + (1 - self.alpha) * means[1]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
-        """Gradients of one global batch, of which this process holds `batch`; returns the loss
-        terms of all of it.
+        """Compute the gradients of one global batch, of which this process holds `batch`. Returns
+        the loss terms of the global batch.
         """
         parts = self.micro_batches(model, batch)
         terms = 0.0
@@ -152,7 +152,7 @@ class ReleasedReconstruction(Anchored):
         return named_terms(DIRECTIONS, terms, self.weighted(terms))
 
     def part_loss(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
-        "Scalar: the loss over one micro-batch, with gradient."
+        "Scalar: the loss of one micro-batch, with gradient."
         return self.weighted(decoder(self.means, part))
 
     def conflicts(self, recipe) -> Iterator[str]:
@@ -167,11 +167,11 @@ class ReleasedReconstruction(Anchored):
             )
 
     def pairs_at_once(self, pairs: float, encoded: float) -> float:
-        "A micro-batch, whatever the budget."
+        "The pairs of a micro-batch; the token budget does not change them."
         return min(pairs, self.micro_batch_size or pairs)
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "All of a text is decoded, its header too; two ends are not scored."
+        "The whole of each text is decoded, header included; the EOS of both texts is not scored."
         both = {"query": lengths.query, "document": lengths.document}
         decoded = (1 + lengths.document, 1 + lengths.query)
         scored = lengths.document + lengths.query - 2
