@@ -459,7 +459,7 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
     assert "  1.000  d17  " in capsys.readouterr().out
     check_approximate(capsys, words, found, tmp_path / "two")
 
-    assert "is there already" in failure(capsys, "encode", *given, "--out", tmp_path / "one.npy")
+    assert "already exists" in failure(capsys, "encode", *given, "--out", tmp_path / "one.npy")
     assert "--resume" in failure(capsys, "encode", *given, "--out", tmp_path / "two")
     stopped = command("encode", *given, "--out", tmp_path / "two", "--nproc", "2")
     assert stopped.returncode == 2 and "Traceback" not in stopped.stderr

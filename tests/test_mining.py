@@ -393,7 +393,7 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
         (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),
         (["--corpus", os.devnull], "there is no text in it"),
-        (["--corpus", "documents.csv"], "a text a line, not from .csv"),
+        (["--corpus", "documents.csv"], "one text a line, not from .csv"),
         (["--corpus", "mined.jsonl"], "the corpus would be replaced"),
         (["--out", "pairs.tsv"], "written as .jsonl or .jsonl.gz"),
     ],

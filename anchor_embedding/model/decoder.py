@@ -130,8 +130,11 @@ def repeated(
     boundaries = F.pad(size.cumsum(0), (1, 0))
     starts = boundaries[:-1]
     copies = [torch.cat([text[:-1], text]) for text in batch.ids.split(batch.lengths)]
-    positions = torch.arange(sum(lengths)) - starts.repeat_interleave(size)
-    second = (starts + size // 2).repeat_interleave(torch.tensor(batch.lengths))
+    total = sum(lengths)
+    positions = torch.arange(total) - starts.repeat_interleave(size, output_size=total)
+    second = (starts + size // 2).repeat_interleave(
+        torch.tensor(batch.lengths), output_size=len(batch.ids)
+    )
     positions, boundaries, second = (
         x.to(device, non_blocking=True) for x in (positions, boundaries.int(), second)
     )
