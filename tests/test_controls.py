@@ -145,7 +145,7 @@ def test_controls_train_and_resume(base, examples, tmp_path, settings):
 def test_what_makes_no_sense_is_refused(base):
     for settings, message in [
         ({"anchor": "shuffled", "target": "itself"}, "cannot be combined with `target`"),
-        ({"anchor": "shuffled", "batch_size": 1}, "shuffled among pairs"),
+        ({"anchor": "shuffled", "batch_size": 1}, "shuffled among the pairs of a batch"),
         ({"anchor": "mixed"}, "must be one of own, shuffled"),
         ({"objective": "language_model", "attention": "bidirectional"}, "reads causally"),
         ({"objective": "language_model", "anchor": "shuffled"}, "`anchor` belongs to objective"),
