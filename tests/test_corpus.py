@@ -145,7 +145,7 @@ def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victi
     for process in victims(parent):
         process.kill()
     # the others are ended too
-    assert job.wait(timeout=60) != 0
+    assert job.wait(timeout=120) != 0
     psutil.wait_procs(children, timeout=10)
     assert not any(process.is_running() for process in children)
     before = {name: written(name) for name in shards()}
@@ -178,7 +178,7 @@ def on_a_terminal(*words) -> list[str]:
             break
         written += part
     os.close(screen)
-    assert job.wait(timeout=60) == 0, written
+    assert job.wait(timeout=120) == 0, written
     return [line for line in re.split(r"[\r\n]+", written.decode()) if line.strip()]
 
 

@@ -4,13 +4,16 @@
 
 import json
 from functools import partial
+from importlib import metadata
 from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
-from anchor_embedding.data.docstrings import docstring_pairs, heldout_part
+from anchor_embedding.data import docstrings
+from anchor_embedding.data.docstrings import HELDOUT, TRAINING, docstring_pairs, heldout_part
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.study import pipeline
 from anchor_embedding.study.tournament import tournament
@@ -114,9 +117,52 @@ def texts_of(pairs):
     return plain_texts(text for pair in pairs for text in (pair.query, pair.positive))
 
 
+def add_requirements(name, found):
+    """Adds the distributions that `name` needs at run time, itself among them."""
+    distribution = metadata.distribution(name)
+    if distribution.name in found:
+        return
+    found[distribution.name] = distribution
+    for line in distribution.requires or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            add_requirements(requirement.name, found)
+
+
+def test_every_machine_has_the_usual_packages():
+    found = {}
+    add_requirements("anchor_embedding", found)
+    paths = [file for distribution in found.values() for file in distribution.files or []]
+    names = {path.parts[0].removesuffix(".py") for path in paths}
+    assert {*TRAINING, *HELDOUT} <= names
+    assert not set(TRAINING) & set(HELDOUT)
+
+
+def test_another_installed_package_does_not_change_the_pairs(tmp_path, monkeypatch):
+    def install(name):
+        """A package of ten functions with docstrings of their own."""
+        lines = [
+            f'def f{i}():\n    """{name} {words(3 * i, 4)} {i}.\n\n    {name} {words(9 * i, 9)} {i}\n    """\n'
+            for i in range(10)
+        ]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines))
+
+    monkeypatch.setattr(docstrings, "_site_packages", lambda: [tmp_path])
+    for name in ("numpy", "torch", "click"):
+        install(name)
+    before = docstring_pairs(cache=False)
+    install("stranger")
+    assert docstring_pairs(cache=False) == before and set(before.packages) == {
+        "click", "numpy", "torch"
+    }  # fmt: skip
+    assert len(before.train) == 20 and len(before.heldout) == 10
+    assert len(docstring_pairs(tmp_path, cache=False).train) == 30
+
+
 @pytest.mark.thorough
 def test_parts_of_docstrings_are_different_packages():
     split = pipeline.split_pairs("docstrings", 60, 42)
+    assert set(split.source["packages"]) <= {*TRAINING, *HELDOUT}
     again = pipeline.split_pairs("docstrings", 60, 42)
     assert (split.heldout, split.development) == (again.heldout, again.development) and len(
         split.heldout

@@ -79,7 +79,7 @@ def driver():
 
     yield call
     process.stdin.close()
-    process.wait(timeout=60)
+    process.wait(timeout=120)
 
 
 @dataclass

@@ -376,7 +376,7 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
     process = run_python(SLOW, pairs, out)
     assert process.stdout.readline().strip() == "encoding"
     os.kill(process.pid, stop)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode != 0 and out.read_text() == "earlier\n"
     left = {path.name for path in tmp_path.iterdir()} - {"mined.jsonl"}
     assert not left if stop == signal.SIGINT else all(name.startswith(".mined.") for name in left)
@@ -891,7 +891,7 @@ def mine_in_process():
 
     yield call
     process.stdin.close()
-    process.wait(timeout=60)
+    process.wait(timeout=120)
 
 
 def logged_calls(log):
