@@ -52,7 +52,7 @@ def pipeline_work(
     embedder: Embedder,  # of the base
     shape: ModelShape,  # its own
     train: Sequence[Example],
-    heldout: Sequence[str],  # texts that an evaluation encodes
+    heldout: Sequence[str],  # the texts that an evaluation encodes
 ) -> Work:
     "The work of a pipeline on these pairs, from their mean lengths."
     steps = {}
@@ -76,13 +76,13 @@ def reading_speed(
     return reading_flops(embedder, shape, texts) / (time.perf_counter() - began)
 
 
-# of a job's seconds in those that its operations would take at the speed of reading: optimizer,
-# loading and saving come on top (a quickstart on two cores, with bfloat16 and without)
+# a job takes this many times as long as its operations would at the measured speed, because of the
+# optimizer, loading and saving (a quickstart on two cores, with bfloat16 and without)
 REST = 1.4
 
 
 def in_words(seconds: float) -> str:
-    "A duration as one says it."
+    "A duration in words."
     if seconds < 50:
         return f"{max(10, round(seconds, -1)):.0f} seconds"
     if seconds < 90:
@@ -118,7 +118,7 @@ class Job:
 
 
 def work_done(work: Work, stage: str, recipe: Recipe, folder: Path) -> float:  # operations
-    "What a run's folder holds already of a stage."
+    "The part of a stage that its run folder already holds."
     if (folder / "final").exists():
         return work.of_stage(stage, recipe)
     steps = max(RunFolder(folder).checkpoints(), default=0) if folder.exists() else 0

@@ -61,7 +61,7 @@ from ..train.stage import train
 
 # %% ../../nbs/study/50_pipeline.ipynb #8a61c0d2
 def same_text(text: str) -> str:
-    "What two texts have in common that differ in case and spaces alone."
+    "The same for two texts that differ only in case and white space."
     return " ".join(text.casefold().split())
 
 
@@ -169,10 +169,10 @@ def split_by_document(pool: list, number: int, most: int, draw: random.Random) -
 # %% ../../nbs/study/50_pipeline.ipynb #6d7fc212
 def split_pairs(
     data: str,  # "docstrings", or a file or folder
-    num_heldout: int,  # pairs to be judged by, at most, in each part
+    num_heldout: int,  # pairs to evaluate on in each part, at most
     seed: int,
     on_bad_row: str = "error",
-    say: Callable[[str], None] | None = None,  # is told where docstrings are from
+    say: Callable[[str], None] | None = None,  # receives a line that says where docstrings come from
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
     draw = random.Random(seed)
@@ -295,8 +295,8 @@ def run_arm(
 
 # %% ../../nbs/study/50_pipeline.ipynb #eedb5449
 def seed_numbers(first: int, seeds: int) -> list[int]:
-    """The seeds of so many runs, counted from the recipe's own; InputError for less than one or
-    more than 40.
+    """The seeds of this many runs, from the recipe's own upwards. Raises InputError for fewer than
+    one or more than 40.
     """
     if not 1 <= seeds <= 40:
         raise InputError(f"seeds = {seeds}: must be 1 to 40")
@@ -312,13 +312,13 @@ def of_seed(pipeline: Pipeline, seed: int) -> Pipeline:
 
 
 def seed_folder(out: Path, seed: int, first: int) -> Path:
-    "Where the runs of a seed lie: those of the first one directly in the folder."
+    "The folder of a seed's runs; those of the first seed are directly in `out`."
     return out if seed == first else out / f"seed-{seed}"
 
 
 def mean_of(values: Sequence):
-    """The mean of several seeds of numbers, or of lists and dictionaries of them; what is the same
-    in all stays as it is.
+    """The mean over seeds of numbers, or of lists and dictionaries of numbers. What is the same for
+    all seeds is kept as it is.
     """
     one = values[0]
     if isinstance(one, dict):
@@ -356,12 +356,12 @@ def claim_folder(out: Path, pipeline: Pipeline) -> None:
     write_text(out / "pipeline.toml", pipeline.to_toml())
 
 # %% ../../nbs/study/50_pipeline.ipynb #6d6c7275
-# what else a line of metrics.jsonl has
+# columns of metrics.jsonl that are not losses
 NOT_LOSSES = ("dataset", "lr", "grad_norm", "tokens", "seconds", "candidates")
 
 
 def _losses(metrics: pd.DataFrame) -> list[dict]:
-    "Steps, loss terms and what is watched beside them; without what a row has no value for."
+    "The step and the losses of every row, without columns that a row has no value for."
     rows = metrics.drop(columns=[key for key in NOT_LOSSES if key in metrics]).to_dict("records")
     return [{key: value for key, value in row.items() if value == value} for row in rows]
 
@@ -412,7 +412,7 @@ def example_searches(
 
 # %% ../../nbs/study/50_pipeline.ipynb #450b951b
 def base_embedder(recipe: Recipe, base: str | Path) -> Embedder:
-    "An untouched model as a recipe starts with it."
+    "The untouched model that a recipe starts with."
     settings = {key: getattr(recipe, key) for key in ("template", "max_length", "pooling")}
     return Embedder.from_pretrained(
         base, dtype=recipe.dtype, attention=recipe.attention, **settings
@@ -425,7 +425,7 @@ def measured_work(
     pairs: SplitPairs,
     heldout: HeldoutRetrieval,
 ) -> tuple[Work, float]:  # and the operations a second of this machine
-    "How much there is to do, and how fast this machine is, from encoding 48 texts."
+    "The work of the pipeline, and the speed of this machine from encoding 48 texts."
     embedder = base_embedder(next(iter(pipeline.stages.values())), base)
     shape = read_shape(base)
     texts = [*heldout.queries, *heldout.documents]
@@ -490,7 +490,7 @@ def run_arms(
     progress: bool | None,
     say: Callable[[str], None],
 ) -> tuple[dict, dict]:  # seed → arm → its run folders by stage; seed → arm → texts → (n, d)
-    "Train every arm with every seed, under one bar that shows what is left of all of it."
+    "Train every arm with every seed, under one progress bar."
     work, speed = measured_work(pipeline, base, pairs, heldout)
     whole = len(places) * work.of_pipeline(pipeline)
     done = work_of_folders(pipeline, places, work)
@@ -525,7 +525,7 @@ def run_arms(
 def work_of_folders(
     pipeline: Pipeline, places: Mapping[int, Path], work: Work
 ) -> float:  # operations
-    "What an earlier start of a pipeline has done."
+    "The work that an interrupted run of the pipeline has done."
     done = 0.0
     for place in places.values():
         for arm, stages in pipeline.arms.items():
@@ -536,15 +536,15 @@ def work_of_folders(
 
 # %% ../../nbs/study/50_pipeline.ipynb #f5991e05
 class HeldoutEvaluation:
-    """What `train` calls at every evaluation: held-out figures with the seconds they took, and a
-    line for the user.
+    """Called by `train` at every evaluation: gives the held-out figures and the seconds they took,
+    and prints a line.
     """
 
     def __init__(
         self,
         heldout: HeldoutRetrieval,
         say: Callable[[str], None],
-        job: Job | None = None,  # that moves on with every evaluation
+        job: Job | None = None,  # whose bar moves with every evaluation
     ):
         self.heldout = heldout
         self.say = say
@@ -566,8 +566,8 @@ class HeldoutEvaluation:
 
 
 def collect_seeds(pipeline: Pipeline, folders: dict[int, dict]) -> dict:
-    """`collect` of every seed: mean curves, the first seed's losses, seconds of all; with several
-    also the curves of each.
+    """`collect` over all seeds: mean curves, the losses of the first seed, the seconds of all; with
+    several seeds also the curves of each.
     """
     reports = {str(seed): collect(pipeline, each) for seed, each in folders.items()}
     first = next(iter(reports.values()))
@@ -582,7 +582,7 @@ def collect_seeds(pipeline: Pipeline, folders: dict[int, dict]) -> dict:
 
 
 def finish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
-    "Write what the figures say and the page; the report itself."
+    "Write the report and its page; returns the report with its findings."
     report["findings"] = findings(report)
     write_text(out / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     html_report(report, out / "report.html")
@@ -594,7 +594,7 @@ def finish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
 
 # %% ../../nbs/study/50_pipeline.ipynb #b02a1072
 def loading(folder: Path) -> Callable:  # texts → (n, d)
-    "`encode` of a saved model that is loaded when it is first needed."
+    "`encode` of a saved model, which is loaded when it is first needed."
 
     @cache
     def embedder():
@@ -605,9 +605,9 @@ def loading(folder: Path) -> Callable:  # texts → (n, d)
 
 def remembering(
     encode: Callable,  # texts → (n, d)
-    known: dict[str, np.ndarray] | None = None,  # vectors that are there already, and new ones
+    known: dict[str, np.ndarray] | None = None,  # the vectors so far; new ones are added
 ) -> Callable:  # texts → (n, d)
-    "`encode`, but every text only once."
+    "An `encode` that encodes every text only once."
     known = {} if known is None else known
 
     def encode_new(texts):
@@ -619,8 +619,8 @@ def remembering(
 
 
 def all_ranks(heldout: HeldoutRetrieval, models: dict[str, Callable]) -> dict[str, list]:
-    """For every model and BM25, the ranks of each held-out query's documents: what a paired
-    comparison needs.
+    """The ranks of each held-out query's documents for every model and BM25, as a paired comparison
+    needs them.
     """
     ranks = {
         name: heldout.ranks(encode(heldout.queries), encode(heldout.documents))
@@ -643,7 +643,7 @@ def ranks_by_seed(
 
 # %% ../../nbs/study/50_pipeline.ipynb #83c40882
 def best_arm(report: dict) -> str:
-    "The arm that finds most at its last evaluation; without evaluations the last one."
+    "The arm with the best last evaluation; without evaluations the last arm."
     arms = report["arms"]
     return (
         max(arms, key=lambda arm: arms[arm][-1]["ndcg_at_10"]) if arms else [*report["ranks"]][-2]
@@ -688,7 +688,7 @@ def untouched(
 
 
 def report_card(pipeline: Pipeline, pairs: SplitPairs, folders: dict, source: str) -> dict:
-    "What the report's figures rest on."
+    "Where the figures of the report come from."
     runs = {
         f"{arm}/{stage}": json.loads((f / "card.json").read_text())
         for arm, stages in folders.items()
