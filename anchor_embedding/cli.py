@@ -889,7 +889,7 @@ def _comparing_commands(commands) -> None:
     parser = _command(commands, aa_check, "--tournaments 20")
     parser.option("--runs-dir", "DIR", "folder for the tiny runs", Path("runs/aa-check"), Path)
     parser.number("--tournaments", "number of comparisons of the arm with itself", 200)
-    parser.number("--seeds", "runs on each side of a comparison", 6)
+    parser.number("--seeds", "runs in each group of a comparison", 6)
     parser.number("--runs", "number of runs from which both sides are drawn", 36)
     parser.number("--steps", "training steps of each run", 30)
     parser.shared("--out")

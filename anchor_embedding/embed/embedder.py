@@ -26,6 +26,7 @@ from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_folder, read_json
 from ..common.progress import progress_bar
+from ..common.settings import check_known
 from ..common.show import facts_html
 from ..model.base import resolve_base
 from ..model.bidirectional import set_attention
@@ -324,6 +325,7 @@ def write_settings(embedder: Embedder, folder: Path) -> None:
 
 # %% ../../nbs/embed/10_embedder.ipynb #18219da6
 _TEXT = ("template", "max_length", "eos_token", "prompt")  # settings of `TextTokenizer`
+_SETTINGS = (*_TEXT, "pooling", "attention", "soft_tokens", "decode_opening", "instructions")
 
 
 def read_settings(
@@ -380,6 +382,7 @@ def load_embedder(
     **settings,
 ) -> Embedder:
     "Load an embedder. A model without saved settings gets the defaults. Raises `InputError`."
+    check_known(settings, _SETTINGS)
     device = choose_device() if device is None else find_device(device)
     path = resolve_base(str(name)).path
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]

@@ -40,40 +40,18 @@ from anchor_embedding.study.figures import (
     style,
 )
 from ..train.recipe_files import load_recipe
+from ..train.runs import read_log
 
 # %% ../../nbs/study/20_report.ipynb #392380a7
-def _json_object(path, number, line):
-    "Parse one line of a metrics file."
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise InputError(
-            f"{path}:{number}: not JSON ({e}); remove the line or restore the file"
-        ) from None
-    if not isinstance(row, dict):
-        raise InputError(
-            f"{path}:{number}: each line must be a JSON object; got {type(row).__name__}"
-        )
-    return row
-
-
 def read_metrics(
     path,  # a metrics.jsonl or evals.jsonl
 ) -> pd.DataFrame:  # one row per line, in the order of the file
     """Read the lines that a run wrote. An incomplete last line is skipped; any other fault raises
     InputError with the line number.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    *complete, last = lines
-    rows = [
-        _json_object(path, number, line) for number, line in enumerate(complete, 1) if line.strip()
-    ]
-    with contextlib.suppress(InputError):
-        rows.append(_json_object(path, len(lines), last))
-    frame = pd.DataFrame(rows)
+    if not Path(path).exists():
+        raise InputError(f"{path}: cannot be read (no such file)")
+    frame = pd.DataFrame(read_log(Path(path), growing=True))
     keys = [key for key in ("step", "task", "prompts", "max_length", "dtype") if key in frame]
     return frame.drop_duplicates(keys, keep="last").reset_index(drop=True) if keys else frame
 

@@ -213,35 +213,42 @@ def resume_line(folder: Path, step: int) -> str:
 # %% ../../nbs/train/30_runs.ipynb #b1bfc47b
 def read_log(
     path: Path,  # metrics.jsonl or evals.jsonl
+    growing: bool = False,  # leave out a last line that is incomplete
 ) -> list[dict]:
     """The rows of a log; none if the file does not exist. Raises `InputError` if a line is
     broken.
     """
-    return _rows(path, _text(path).splitlines()) if path.exists() else []
+    return [row for _, row in _lines(path, growing)]
 
 
-def _text(path: Path) -> str:
-    "The text of a log. Raises `InputError` if it cannot be read."
+def _lines(path: Path, growing: bool) -> list[tuple[bytes, dict]]:
+    "The lines of a log, each with its row; blank lines are left out."
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
         raise InputError(f"{path}: not a readable log ({error}); remove it") from None
-
-
-def _rows(path: Path, lines: list[str]) -> list[dict]:
-    "The rows in the lines of a log. Raises `InputError` for a broken line."
-    rows = []
+    found = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{path}:{number}: not a line of JSON ({error}); remove that line"
-            ) from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise InputError(f"{path}:{number}: not an object with a step; remove that line")
-        rows.append(row)
-    return rows
+            if line.strip():
+                found.append((line, _row(f"{path}:{number}", line.strip())))
+        except InputError:
+            if not growing or line.endswith(b"\n"):
+                raise
+    return found
+
+
+def _row(place: str, line: bytes) -> dict:
+    "The row of a line. Raises `InputError`."
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: not a line of JSON ({error}); remove that line") from None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise InputError(f"{place}: not an object with a step; remove that line")
+    return row
 
 
 def read_card(path: Path) -> dict:
@@ -249,28 +256,19 @@ def read_card(path: Path) -> dict:
     return read_json(path, "remove it; the run continues without it")
 
 
-def _whole_lines(path: Path) -> list[str]:
-    "The complete lines of a file; none if it does not exist."
-    lines = _text(path).splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n")]
-
-
 def _cut_log(path: Path, step: int) -> None:
     "Remove the lines after `step`, an incomplete line, and the file if nothing is left."
-    lines = _whole_lines(path)
-    rows = _rows(path, lines)
-    kept = [line for line, row in zip(lines, rows, strict=True) if row["step"] <= step]
+    kept = [
+        line.decode()
+        for line, row in _lines(path, growing=True)
+        if row["step"] <= step and line.endswith(b"\n")
+    ]
     if kept:
         write_text(path, "".join(kept))
     else:
         path.unlink(missing_ok=True)
 
 # %% ../../nbs/train/30_runs.ipynb #28357ab5
-def _lines(path: Path) -> list[dict]:
-    "The rows of a log, without an incomplete last line."
-    return _rows(path, _whole_lines(path))
-
-
 def run_facts(run: RunFolder) -> dict[str, object]:
     """What a run trains, how far it is, and its last figures. Raises `InputError` for a broken
     file.
@@ -282,7 +280,7 @@ def run_facts(run: RunFolder) -> dict[str, object]:
         recipe = from_toml(kept.read_text(encoding="utf-8"), str(kept))
         steps = recipe.steps
         facts["recipe"] = f"{recipe.name}: {recipe.objective_name}, {recipe.tuning}"
-    rows = _lines(run.path / "metrics.jsonl")
+    rows = read_log(run.path / "metrics.jsonl", growing=True)
     last = rows[-1] if rows else {"step": 0}
     facts["steps"] = f"{last['step']} of {cell_text(steps)}"
     facts |= {key: value for key, value in last.items() if key not in ("step", "seconds")}
@@ -294,11 +292,11 @@ def run_facts(run: RunFolder) -> dict[str, object]:
 def run_html(run: RunFolder) -> str:
     "A run's loss curve, its facts, and its evaluations."
     parts = [facts_html(run.path.name, run_facts(run))]
-    if rows := _lines(run.path / "metrics.jsonl"):
+    if rows := read_log(run.path / "metrics.jsonl", growing=True):
         steps = [row["step"] for row in rows]
         losses = [row.get("loss", math.nan) for row in rows]
         parts.insert(0, curve(steps, losses)._repr_html_())
-    if evals := _lines(run.path / "evals.jsonl"):
+    if evals := read_log(run.path / "evals.jsonl", growing=True):
         columns = list(dict.fromkeys(key for row in evals for key in row if key != "step"))
         cells = [[row["step"], *map(row.get, columns)] for row in evals]
         parts.append(rows_html("evaluations", ["step", *columns], cells))
