@@ -31,6 +31,9 @@ setup(
     license_files=["LICENSE"],
     classifiers=lines("classifiers"),
     packages=find_namespace_packages(include=[package, f"{package}.*"], exclude=["*.__pycache__"]),
+    # an editable installation is then a path in a .pth file, so that the package is found from the folder
+    # above a clone too, where the clone's own name looks like a package
+    package_dir={"": "."},
     package_data={package: lines("package_data")},
     install_requires=lines("requirements"),
     extras_require={

@@ -84,13 +84,20 @@ def train(args: argparse.Namespace) -> None:
 
         print(json.dumps(dry_run(recipe, say=_say)))
     else:
+        from anchor_embedding.train.runs import read_log
+
         run = _train_here if args.nproc is None else _train_on_many
-        _say(f"done: {run(args, recipe, out)}")
+        final = run(args, recipe, out)
+        last = read_log(out / "metrics.jsonl")[-1]
+        _say(f"done: {final} (loss {last['loss']:.3f} at step {last['step']})")
 
 
 def _settings(args) -> list[str]:
-    "The settings given by `--data` and `--set`; `--set` comes last, so it takes precedence."
-    return [f"data={args.data}"] * bool(args.data) + args.set
+    """The settings given by `--base`, `--data` and `--set`; `--set` comes last, so it takes
+    precedence.
+    """
+    base = getattr(args, "base", None)
+    return [f"base={base}"] * bool(base) + [f"data={args.data}"] * bool(args.data) + args.set
 
 
 def _find_run(args) -> None:
@@ -386,9 +393,10 @@ def plan(args: argparse.Namespace) -> None:
     from anchor_embedding.train.plan import plan as make_plan
     from anchor_embedding.train.recipe_files import load_recipe
 
-    recipe = load_recipe(args.recipe, args.set, _say)
+    settings = _settings(args)
+    recipe = load_recipe(args.recipe, settings, _say)
     planned = make_plan(recipe, args.nproc, args.gpu or None, measure=True)
-    if args.set and isinstance(planned, Plan):
+    if settings and isinstance(planned, Plan):
         _say(basis(planned.recipe, planned.source, planned.lengths == "of the data"))
     print(json.dumps(planned.to_dict()) if args.json else planned)
 
@@ -412,10 +420,8 @@ def check(args: argparse.Namespace) -> None:
         with atomic_file(args.plot) as path:
             figure.savefig(path, dpi=150, format=kind)
     if checked.bad_rows:
-        raise InputError(
-            f"{args.data}: {counted(checked.bad_rows, 'bad row')}; correct them, or "
-            "train with --set on_bad_row=skip"
-        )
+        skip = ", or train with --set on_bad_row=skip" if checked.rows else ""
+        raise InputError(f"{args.data}: {counted(checked.bad_rows, 'bad row')}; correct them{skip}")
 
 
 def _token_lengths(base: str):
@@ -698,6 +704,7 @@ _SHARED = {
     "model": {"metavar": "MODEL", "help": "a run, a checkpoint, a folder, or a hub name"},
     "recipe": {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"},
     "vectors": {"type": Path, "metavar": "DIR", "help": "the output of `anchor encode`"},
+    "--base": {"metavar": "NAME_OR_PATH", "help": "base model (default: that of the recipe)"},
     "--data": {"metavar": "SOURCE", "help": "pairs: a file, a folder, or a dataset of the hub"},
     "--set": {
         "action": "append",
@@ -775,7 +782,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        unknown = re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        unknown = re.search(r"unrecognized arguments: (.*)", message)
         if "arguments are required" in message:
             known = _options(self)
             for word in self.arguments:
@@ -785,8 +792,18 @@ class _Parser(argparse.ArgumentParser):
         if choice:
             message += "; " + closest(choice[1], re.findall("'(.*?)'", choice[2]), "see --help")
         if unknown:
-            message += "; " + closest(unknown[1], _options(self), "see --help")
+            message += "; " + _remedy(unknown[1].split(), _options(self))
         super().error(message)
+
+
+def _remedy(words: list[str], known: set[str]) -> str:
+    "The remedy for words that a command does not know, given the options of all commands."
+    if not words[0].startswith("--"):
+        return "write --set before settings" if "=" in words[0] else "see --help"
+    option = words[0].partition("=")[0]
+    if option in known:
+        return f"{option} belongs to another command; see --help"
+    return closest(option, known, "see --help")
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
@@ -814,14 +831,15 @@ def _training_commands(commands) -> None:
     parser.option(
         "--out", "DIR", "folder for models, runs and report (default: runs/quickstart)", kind=Path
     )
-    parser.option("--base", "NAME_OR_PATH", "base model (default: SmolLM2-135M-Instruct)")
     parser.number("--steps", "steps of every stage (default: as in the recipe)")
-    parser.shared("--data", "--seeds", "--set")
+    parser.shared("--base", "--data", "--seeds", "--set")
     parser = _command(
-        commands, train, "baseline --data pairs.jsonl --set base=SmolLM2-135M-Instruct steps=200"
+        commands,
+        train,
+        "baseline --base SmolLM2-135M-Instruct --data pairs.csv --set batch_size=16 steps=100",
     )
     parser.shared("recipe", nargs="?")
-    parser.shared("--data", "--set")
+    parser.shared("--base", "--data", "--set")
     parser.option("--out", "DIR", "run folder (default: runs/NAME)", kind=Path)
     parser.flag(
         "--dry-run",
@@ -923,7 +941,7 @@ def _planning_commands(commands) -> None:
     parser.shared("--set")
 
     parser = _command(commands, plan, "llama-3.2-1b/stage1 --nproc 8")
-    parser.shared("recipe", "--set")
+    parser.shared("recipe", "--base", "--data", "--set")
     parser.number("--nproc", "number of processes, one per GPU", 1)
     parser.option(
         "--gpu",
@@ -1218,7 +1236,7 @@ def _spread(arguments: list[str]) -> list[str]:
 _GREETING = """anchor turns a decoder language model into a text embedder. To start:
 
   anchor quickstart                                  train a small model and read the report
-  anchor train baseline --data pairs.jsonl --set base=SmolLM2-135M-Instruct
+  anchor train baseline --base SmolLM2-135M-Instruct --data pairs.csv --set batch_size=16 steps=100
                                                      train on your own pairs
   anchor encode MODEL --in texts.txt --out vectors   turn texts into vectors
   anchor search MODEL vectors "a question"           find the nearest texts

@@ -173,7 +173,7 @@ def near_path(
     "The nearest name in its folder, as the end of a message; empty if none is near."
     path = Path(path)
     with suppress(OSError):
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.75)
         if near:
             return f"; did you mean `{path.with_name(near[0])}`?"
     return ""

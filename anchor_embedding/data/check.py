@@ -195,7 +195,15 @@ def _check_title(check):
 
 # %% ../../nbs/data/35_check.ipynb #39a43670
 _SIZES = ("dataset", "rows", "query", "positive", "negatives", "with negatives")
-_FAULTS = ("dataset", "double rows", "queries", "positives", "query = positive", "empty", "bad")
+_FAULTS = (
+    "dataset",
+    "repeated rows",
+    "repeated queries",
+    "repeated positives",
+    "query = positive",
+    "empty",
+    "bad",
+)
 
 
 def _size_rows(check):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..common.errors import InputError
 from ..common.files import near_path
+from ..common.show import counted
 from anchor_embedding.data.examples import (
     NEGATIVES,
     POSITIVE,
@@ -108,6 +109,26 @@ def _line_not_utf8(path):
                 return number
 
 # %% ../../nbs/data/15_sources.ipynb #c06d8493
+def _header_fault(header: "list[str] | BadRow", needed: Iterable[tuple[str, ...]]) -> str:
+    "What is wrong with the first line of a CSV file, and the remedy; empty if nothing is."
+    if isinstance(header, BadRow):
+        return str(header)
+    if twice := [name for name in header if header.count(name) > 1]:
+        return f"there are two columns {twice[0]!r}; rename one"
+    missing = [names for names in needed if not set(names) & set(header)]
+    if not missing:
+        return ""
+    for mark, name in (";", "semicolons"), ("\t", "tabs"):
+        if len(header) == 1 and mark in header[0]:
+            return f"the columns are separated by {name}; save the file with commas"
+    columns = [
+        f"`{first}`" + (f" (or {', '.join(others)})" if others else "")
+        for first, *others in missing
+    ]
+    found = ", ".join(repr(name[:30]) for name in header[:6])
+    return f"the first line names the columns {found}; it must name {' and '.join(columns)}"
+
+
 def csv_rows(
     path: Path,
     needed: Iterable[tuple[str, ...]],  # the accepted names of each required column
@@ -124,17 +145,12 @@ def csv_rows(
             line, header = next(records, (0, None))
             if header is None:
                 return
-            named = not isinstance(header, BadRow) and len(set(header)) == len(header)
-            if not named or not all(set(names) & set(header) for names in needed):
-                columns = " and ".join(names[0] for names in needed)
-                raise InputError(
-                    f"{path}:{line}: the first line must name the columns, each once, "
-                    f"{columns} among them"
-                )
+            if fault := _header_fault(header, needed):
+                raise InputError(f"{path}:{line}: {fault}")
             for line, cells in records:
                 if not isinstance(cells, BadRow) and len(cells) != len(header):
                     cells = BadRow(
-                        f"{len(cells)} cells, but the header names {len(header)} "
+                        f"{counted(len(cells), 'cell')}, but the header names {len(header)} "
                         "columns; quote cells that contain commas"
                     )
                 yield (

@@ -430,7 +430,7 @@ mteb.evaluate(model, mteb.get_tasks(tasks=["STS12"]))
 ```
 
 ```python
-from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding import Embedder
 
 embedder = Embedder.from_pretrained({{ literal(name) }})
 vectors = embedder.encode(["Who holds the ship?"], instruction={{ literal(instruction) }})

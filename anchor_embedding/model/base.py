@@ -184,7 +184,7 @@ def _check_hub(name: str) -> None:
         why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
         raise InputError(
             f"cannot load model {name!r}: there is no such folder, and {why}; check "
-            f"the path or name{near_path(name)}"
+            f"the path or name, or take {NAME.split('/')[1]}, which needs no hub{near_path(name)}"
         ) from None
 
 # %% ../../nbs/model/80_base.ipynb #ba5bf2bb

@@ -119,8 +119,9 @@ def busy_note(
         return ""
     room = max(1, cores - round(busy))
     return (
-        f"note: other programs keep {busy:.1f} of {cores} cores busy; {threads} threads may be "
-        f"slower than {room}: OMP_NUM_THREADS={room}"
+        f"note: other programs keep {busy:.1f} of {cores} cores busy, and {threads} threads that "
+        f"wait for them can be several times slower than {room}; put OMP_NUM_THREADS={room} "
+        "before the command"
     )
 
 # %% ../../nbs/model/55_loading.ipynb #921be31c
