@@ -119,7 +119,8 @@ def all_of_them(parent: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "victims", [a_worker, the_parent, pytest.param(all_of_them, marks=pytest.mark.slow)]
+    "victims",
+    [a_worker, *(pytest.param(who, marks=pytest.mark.slow) for who in (the_parent, all_of_them))],
 )
 def test_two_processes_killed_in_the_middle(base, killed_corpus, tmp_path, victims):
     """SIGKILL to a worker, to the process that started the workers, or to all at once, as in a

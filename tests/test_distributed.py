@@ -216,7 +216,7 @@ def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["paper", "released"])
+@pytest.mark.parametrize("kind", ["paper", pytest.param("released", marks=pytest.mark.slow)])
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
     """One process and two write the same log, also if each of the two has one pair, in JSON that
     every reader accepts.

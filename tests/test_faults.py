@@ -62,7 +62,7 @@ def train(tmp_path, limited_step, limit, *more):
 
 @pytest.mark.thorough
 # inside the weights; after them, inside the optimizer's state
-@pytest.mark.parametrize("limit", [20_000, 120_000])
+@pytest.mark.parametrize("limit", [pytest.param(20_000, marks=pytest.mark.slow), 120_000])
 def test_full_disk_while_saving(tmp_path, limit):
     done = train(tmp_path, 4, limit)
     assert done.returncode == 2, done.stderr
@@ -88,7 +88,9 @@ def test_full_disk_while_saving(tmp_path, limit):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", pytest.param("optimizer.safetensors", marks=pytest.mark.slow)]
+)
 def test_damaged_checkpoint_is_named(tmp_path, name):
     assert train(tmp_path, -1, 0).returncode == 0
     run = tmp_path / "run"

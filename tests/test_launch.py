@@ -325,7 +325,9 @@ def test_slow_process_holds_nobody_up(tmp_path, recipe, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_stopped_before_the_processes_have_met(tmp_path, recipe, monkeypatch, number):
     """A process that waits inside torch for one that never comes ends at once, not after the time
     allowed for saving.

@@ -57,6 +57,17 @@ def python(code, *arguments):
     return done.stdout
 
 
+def test_a_clone_does_not_hide_the_package(tmp_path):
+    """In the folder above a clone, the clone's own name is that of the package."""
+    (tmp_path / "anchor_embedding" / "nbs").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from anchor_embedding import Embedder; print(Embedder.__name__)"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.strip() == "Embedder", done.stderr
+
+
 # ---- metadata
 
 

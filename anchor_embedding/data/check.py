@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..common.errors import InputError
-from ..common.show import counted, register_figures, rows_html
+from ..common.show import counted, register_figures, rows_html, rows_text
 from anchor_embedding.data.examples import (
     POSITIVE,
     QUERY,
@@ -229,17 +229,6 @@ def _fault_rows(check):
         ]
         yield name, *(f"{count:,}" if count else "–" for count in counts)
 
-
-def _aligned(header, rows):
-    "The lines of a table: the first column aligned to the left, the others to the right."
-    table = [header, *rows]
-    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-    lines = []
-    for name, *cells in table:
-        aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
-        lines.append("  ".join([name.ljust(first), *aligned]))
-    return lines
-
 # %% ../../nbs/data/35_check.ipynb #f26e8d4c
 def _check_text(check):
     "The check as text."
@@ -247,9 +236,9 @@ def _check_text(check):
         _check_title(check),
         "",
         f"{check.unit}: median / 95th percentile / maximum",
-        *_aligned(_SIZES, _size_rows(check)),
+        rows_text(_SIZES, _size_rows(check)),
     ]
-    lines += ["", *_aligned(_FAULTS, _fault_rows(check))]
+    lines += ["", rows_text(_FAULTS, _fault_rows(check))]
     if check.bad:
         lines += [
             "",

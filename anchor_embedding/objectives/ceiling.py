@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..common.errors import InputError
-from ..common.show import cell_text, rows_html
+from ..common.show import rows_html, rows_text
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
 from ..data.examples import Example, fingerprint
 from ..model.decoder import CausalDecoder
@@ -263,15 +263,9 @@ class Ceilings:
         ]
 
     def __str__(self) -> str:
-        rows = [[cell_text(value) for value in row] for row in self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True))
-            for row in rows
-        )
-        return "nats per token saved by the counterpart's text [95 % over pairs]\n" + "\n".join(
-            line.rstrip() for line in lines
-        )
+        header, *rows = self.rows()
+        title = "nats per token saved by the counterpart's text [95 % over pairs]"
+        return f"{title}\n{rows_text(header, rows)}"
 
     __repr__ = __str__
 

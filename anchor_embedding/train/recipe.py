@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
+from markupsafe import Markup
 from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from ..common.errors import InputError
@@ -44,6 +45,7 @@ from anchor_embedding.common.settings import (
     refusal,
     settings_of,
 )
+from ..common.show import rows_html
 from anchor_embedding.objectives.objective import (
     Objective,
     find_objective,
@@ -410,14 +412,9 @@ def show_html(recipe: Recipe) -> str:
     rows = []
     for name, settings in _displayed(recipe).items():
         cells = [f"{k} = <b>{html.escape(_shown(v))}</b>" for k, v in settings.items()]
-        rows.append(
-            f"<tr><th style='text-align:left'>{name}</th><td "
-            f"style='text-align:left'>{' · '.join(cells)}</td></tr>"
-        )
-    title = html.escape(
-        f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    )
-    return f"<table><caption style='text-align:left'>{title}</caption>{''.join(rows)}</table>"
+        rows.append((name, Markup(" · ".join(cells))))
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    return rows_html(title, (), rows)
 
 # %% ../../nbs/train/10_recipe.ipynb #bcbbcd12
 def toml_value(value) -> str:
