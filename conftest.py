@@ -124,7 +124,7 @@ class NotebookItem(pytest.Item):
         )
 
     def reportinfo(self):
-        return self.path, None, f"{self.path.relative_to(ROOT)} {self.name}"
+        return self.path, 0, f"{self.path.relative_to(ROOT)} {self.name}"
 
 
 class FormItem(NotebookItem):

@@ -3,10 +3,12 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from notebook_checks import check, compare_cell, find_notebooks, lint, same_text
+from notebook_checks import ROOT, check, compare_cell, find_notebooks, lint, same_text
 from PIL import Image, ImageDraw
 
 
@@ -229,3 +231,21 @@ def test_a_notebook_that_hangs_is_stopped_with_its_children(notebook):
     result = run(notebook(*cells), timeout=4)
     assert result.faults == ["stopped at its time limit of 4 s"]
     assert "time.sleep(77)" in result.log  # the stack of the cell that hangs is shown
+
+
+# ---- selection
+
+
+def test_a_thorough_notebook_is_skipped_unless_it_is_named():
+    """In a folder it is skipped, and its form is checked all the same."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "nbs/embed", "-k", "reading"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    named = subprocess.run(
+        [*command, "nbs/embed/30_reading.ipynb", "--setup-plan"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert named.returncode == 0 and "skipped" not in named.stdout, named.stdout + named.stderr
