@@ -183,7 +183,12 @@ def test_every_budget_gives_the_steps_it_pays_for(played, play, tmp_path, budget
 
 
 def test_stages_keep_their_shares_and_the_rate_its_course():
-    settings = ["stage1.steps=16", "stage1.warmup_steps=4", "stage2.steps=40"]
+    settings = [
+        "stage1.steps=16",
+        "stage1.warmup_steps=4",
+        "stage2.steps=40",
+        "stage2.warmup_steps=5",
+    ]
     anchor = entrants_of(load_recipe("quickstart", settings))["anchor"]
     for amount, steps in {56: [16, 40], 7: [2, 5], 560: [160, 400]}.items():
         arm = spend(anchor, {"stage1": 1.0, "stage2": 1.0}, amount, 1).arm("anchor")
