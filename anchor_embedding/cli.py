@@ -88,8 +88,10 @@ def train(args: argparse.Namespace) -> None:
 
         run = _train_here if args.nproc is None else _train_on_many
         final = run(args, recipe, out)
-        last = read_log(out / "metrics.jsonl")[-1]
-        _say(f"done: {final} (loss {last['loss']:.3f} at step {last['step']})")
+        # on a machine of its own, a process other than the first has no log
+        last = read_log(out / "metrics.jsonl")[-1:]
+        loss = "".join(f" (loss {row['loss']:.3f} at step {row['step']})" for row in last)
+        _say(f"done: {final}{loss}")
 
 
 def _settings(args) -> list[str]:
@@ -341,6 +343,8 @@ def search(args: argparse.Namespace) -> None:
 
     from anchor_embedding.embed.corpus import Corpus
 
+    if not all(question.strip() for question in args.questions):
+        raise InputError("the question is empty")
     corpus = Corpus(args.vectors)
     find = _finder(args, corpus)
     embedder = _embedder(args, **corpus.reading())
@@ -1208,15 +1212,15 @@ def _parser() -> _Parser:
     parser.flag("--debug", "show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _training_commands(commands)
-    _comparing_commands(commands)
+    _planning_commands(commands)
+    _mine_command(commands)
     _encode_command(commands)
     _search_commands(commands)
-    _bench_command(commands)
-    _ceiling_command(commands)
-    _mine_command(commands)
-    _scoring_commands(commands)
     _using_commands(commands)
-    _planning_commands(commands)
+    _scoring_commands(commands)
+    _comparing_commands(commands)
+    _ceiling_command(commands)
+    _bench_command(commands)
     return parser
 
 # %% ../nbs/cli/10_cli.ipynb #67140ece

@@ -302,7 +302,8 @@ def evaluate_models(
         try:
             scores.append(evaluate(model, *args, name=name, say=say, title=name, **options))
         except InputError as error:
-            say(f"{name}: {error}")
+            if len(models) > 1:
+                say(f"{name}: {error}")
             failed = {"model": name, "about": {}, "tasks": {}, "errors": {"model": str(error)}}
             scores.append(failed)
     reasons = dict.fromkeys(one["errors"].get("model") for one in scores)

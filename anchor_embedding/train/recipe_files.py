@@ -85,11 +85,14 @@ def _read(name_or_path, folder):
         ) from None
     except OSError as e:
         inside = [name for name in shipped if name.startswith(f"{name_or_path}/")]
-        hint = (
-            f"name one of its recipes, like `{inside[-1]}`"
-            if inside
-            else closest(str(name_or_path), shipped, "`anchor recipes` lists them")
-        )
+        last = Path(name_or_path).name
+        if inside:
+            stage1 = f"{name_or_path}/stage1"
+            hint = f"name one of its recipes, like `{stage1 if stage1 in inside else inside[-1]}`"
+        elif last in shipped:
+            hint = f"did you mean `{last}`?"
+        else:
+            hint = closest(str(name_or_path), shipped, "`anchor recipes` lists them")
         raise InputError(
             f"no recipe {str(name_or_path)!r}: neither shipped nor a readable file "
             f"({e.strerror}); {hint}"

@@ -24,6 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 from anchor_embedding.train.prepare import (
     BatchesAhead,
+    batch_plan,
     fit_to_device,
     load_examples,
     make_data,
@@ -312,6 +313,7 @@ def prepare(
     source = {"data": "given by the caller"}
     if examples is None:
         examples, source = load_examples(recipe, run.say, None if run.main else False)
+    plan = batch_plan(recipe, examples)
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
     embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say)
     run.embedder = SharedEmbedder(embedder, run.accelerator)
@@ -319,7 +321,7 @@ def prepare(
     run.objective = recipe.objective.prepared(run.embedder.tokenizer)
     check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
-    run.data = make_data(recipe, run.embedder.tokenizer, examples, source)
+    run.data = make_data(recipe, run.embedder.tokenizer, examples, source, plan)
     run.batches = BatchesAhead(lambda step: run.data.batch(step, run.rank, run.world), recipe.steps)
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
