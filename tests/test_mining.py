@@ -344,16 +344,16 @@ def write_many(path, rows, words):
     not os.path.exists("/proc/self/status"), reason="the memory of a process is read from /proc"
 )
 def test_memory_does_not_hold_the_corpus(tmp_path):
-    """Three times as many pairs have 20 MB more of texts and 25 MB more of document vectors; memory
+    """Three times as many pairs have 30 MB more of texts and 37 MB more of document vectors; memory
     grows by less than a third of that.
     """
-    few = write_many(tmp_path / "few.jsonl", 6_000, 320)
-    many = write_many(tmp_path / "many.jsonl", 18_000, 320)
+    few = write_many(tmp_path / "few.jsonl", 9_000, 320)
+    many = write_many(tmp_path / "many.jsonl", 27_000, 320)
     process = run_python(MEMORY, few, many, tmp_path / "out.jsonl")
     out, error = process.communicate(timeout=280)
     assert process.returncode == 0, error
     before, after = json.loads(out.splitlines()[-1])
-    assert 0 < before <= after < before + 15
+    assert 0 < before <= after < before + 22
 
 
 SLOW = """
