@@ -3016,8 +3016,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.find_instructions': ( 'train/prepare.html#find_instructions',
                                                                                                       'anchor_embedding/train/prepare.py'),
-                                                'anchor_embedding.train.prepare.fingerprint_of': ( 'train/prepare.html#fingerprint_of',
-                                                                                                   'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.fit_to_device': ( 'train/prepare.html#fit_to_device',
                                                                                                   'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.instructions_record': ( 'train/prepare.html#instructions_record',

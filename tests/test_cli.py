@@ -296,6 +296,14 @@ def test_bad_settings_are_named(base, pairs, capsys, tmp_path):
     assert "pipeline" in failure(capsys, "train", "quickstart", "--dry-run")
 
 
+def test_too_few_pairs_are_refused_before_the_model_is_loaded(base, pairs, capsys, tmp_path):
+    weightless = tmp_path / "weightless"
+    shutil.copytree(base, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ["train", "stage1", "--base", weightless, "--data", pairs, "--out", tmp_path / "run"]
+    assert "set batch_size to at most 40" in failure(capsys, *words, "--set", "batch_size=41")
+    assert "cannot load model" in failure(capsys, *words, "--set", "batch_size=8")
+
+
 def test_bad_data_is_named(base, pairs, capsys, tmp_path):
     def dry_run(text, *more):
         path = tmp_path / "bad.jsonl"

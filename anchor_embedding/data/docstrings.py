@@ -245,8 +245,9 @@ TEST = ("PIL", "click", "dateutil", "fsspec", "jinja2", "joblib", "networkx", "p
 HELDOUT = (*DEVELOPMENT, *TEST)
 # for training, among what this library requires
 TRAINING = (
-    "accelerate", "datasets", "fontTools", "huggingface_hub", "matplotlib", "mteb", "narwhals", "numpy", "pandas",
-    "peft", "polars", "pydantic", "scipy", "sentence_transformers", "sklearn", "sympy", "torch", "transformers",
+    "accelerate", "datasets", "fontTools", "huggingface_hub", "matplotlib", "mteb", "narwhals",
+    "numpy", "pandas", "peft", "polars", "pydantic", "scipy", "sentence_transformers", "sklearn",
+    "sympy", "torch", "transformers",
 )  # fmt: skip
 
 
@@ -333,8 +334,8 @@ def docstring_pairs(
     root: str | os.PathLike | Sequence[os.PathLike] | None = None,
     # import names of the packages to hold out; None: `HELDOUT`, else chosen by a hash
     heldout: Sequence[str] | None = None,
-    # only these packages; None: those of `TRAINING` and `HELDOUT` that are installed, and in a given
-    # `root` all but our own
+    # only these packages; None: those of `TRAINING` and `HELDOUT` that are installed, and in a
+    # given `root` all but our own
     packages: Sequence[str] | None = None,
     cache: bool = True,  # keep the pairs in the cache folder
     workers: int | None = None,  # number of reading processes; None: one for each core, at most 8

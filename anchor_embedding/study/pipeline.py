@@ -172,7 +172,7 @@ def split_pairs(
     num_heldout: int,  # pairs to evaluate on in each part, at most
     seed: int,
     on_bad_row: str = "error",
-    say: Callable[[str], None] | None = None,  # receives a line that says where docstrings come from
+    say: Callable[[str], None] | None = None,  # receives a line: where docstrings come from
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
     draw = random.Random(seed)

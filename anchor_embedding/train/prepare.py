@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'find_instructions',
-           'fingerprint_of', 'batch_plan', 'make_data', 'prepare_tokenizer', 'opening_of', 'prepare_embedder',
-           'base_shape', 'least_free', 'fit_to_device']
+           'batch_plan', 'make_data', 'prepare_tokenizer', 'opening_of', 'prepare_embedder', 'base_shape', 'least_free',
+           'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
 import math
@@ -243,11 +243,6 @@ def _training_tokenizer(recipe, tokenizer):
     )
 
 
-def fingerprint_of(examples: Sequence[Example]) -> str:
-    "The fingerprint of examples; a store knows its own."
-    return examples.fingerprint if isinstance(examples, ExampleStore) else fingerprint(examples)
-
-
 def batch_plan(recipe: Recipe, examples: Sequence[Example]) -> BatchPlan:
     """Which examples make up each batch. Raises `InputError` if there are too few for one; that can
     be known before the model is loaded.
@@ -266,6 +261,7 @@ def make_data(
 ) -> TrainingData:
     "The training data of a recipe. Raises `InputError`."
     plan = batch_plan(recipe, examples) if plan is None else plan
+    stored = isinstance(examples, ExampleStore)
     instructions = find_instructions(recipe.instructions)
     bare = [name for name in sorted(plan.rows) if not any(instructions.for_example(name, 0))]
     if instructions.table and bare:
@@ -278,7 +274,7 @@ def make_data(
         "pairs": len(examples),
         "datasets": {name: len(rows) for name, rows in plan.rows.items()},
         "left_out": plan.left_out,
-        "fingerprint": fingerprint_of(examples),
+        "fingerprint": examples.fingerprint if stored else fingerprint(examples),
     }
     return TrainingData(
         examples,
