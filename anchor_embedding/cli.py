@@ -530,8 +530,7 @@ def _fail_for(scored: list[dict]) -> None:
 # %% ../nbs/cli/10_cli.ipynb #f31bf9c0
 def soft_tokens(args: argparse.Namespace) -> None:
     "Measure held-out retrieval of a GIRCSE model for every number of soft tokens."
-    from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
-    from anchor_embedding.study.pipeline import split_pairs
+    from anchor_embedding.evaluate.heldout import split_pairs
     from anchor_embedding.study.steps import sweep_steps
 
     if args.refine_steps < 1:
@@ -543,15 +542,10 @@ def soft_tokens(args: argparse.Namespace) -> None:
             "'refinement', for example with the recipe `smollm2-135m/gircse`"
         )
     pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
-    heldout = HeldoutRetrieval(
-        [pair.query for pair in pairs.heldout],
-        [pair.positive for pair in pairs.heldout],
-        pairs.clusters,
-    )
-    rows = sweep_steps(embedder, heldout, args.refine_steps)
+    rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps)
     if args.out:
         from anchor_embedding.common.files import write_text
-        from anchor_embedding.study.tournament import sweep_record
+        from anchor_embedding.study.steps import sweep_record
 
         record = sweep_record(args.model, embedder, rows, pairs, args.note)
         write_text(args.out, json.dumps(record, indent=1) + "\n")
@@ -569,7 +563,7 @@ def soft_tokens(args: argparse.Namespace) -> None:
 def aa_check(args: argparse.Namespace) -> None:
     "Check the comparisons: an arm against itself should rarely win, a planted difference often."
     from anchor_embedding.common.files import check_place, write_text
-    from anchor_embedding.study.tournament import aa_check as run_check
+    from anchor_embedding.study.calibration import aa_check as run_check
 
     if args.out:
         check_place(args.out)

@@ -15,7 +15,9 @@ from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data import docstrings
 from anchor_embedding.data.docstrings import HELDOUT, TRAINING, docstring_pairs, heldout_part
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.study import pipeline
+from anchor_embedding.evaluate import heldout
+from anchor_embedding.study import arms
+from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.study.tournament import tournament
 from anchor_embedding.train.recipe_files import load_recipe
 
@@ -60,7 +62,7 @@ def run(way, data, base, out):
     quiet = {"progress": False, "say": lambda text: None}
     if way == "pipeline":
         more = ["steps=2", "evaluation.pairs=15", "evaluation.every=2"]
-        pipeline.run_pipeline(load_recipe("quickstart", [*settings, *more]), out, **quiet)
+        run_pipeline(load_recipe("quickstart", [*settings, *more]), out, **quiet)
     else:
         tournament(["baseline"], out, amount=2, every=1, overrides=settings, heldout=15, **quiet)
 
@@ -72,7 +74,7 @@ def seen():
     """
     trained = []
     evaluated = set()
-    train = pipeline.train
+    train = arms.train
     encode = Embedder.encode
 
     def watched_train(recipe, out, examples, *arguments, **settings):
@@ -85,9 +87,9 @@ def seen():
 
     few = partial(docstring_pairs, packages=["joblib", "peft"])
     with (
-        mock.patch.object(pipeline, "train", watched_train),
+        mock.patch.object(arms, "train", watched_train),
         mock.patch.object(Embedder, "encode", watched_encode),
-        mock.patch.object(pipeline, "docstring_pairs", few),
+        mock.patch.object(heldout, "docstring_pairs", few),
     ):
         yield trained, evaluated
 
@@ -161,9 +163,9 @@ def test_another_installed_package_does_not_change_the_pairs(tmp_path, monkeypat
 
 @pytest.mark.thorough
 def test_parts_of_docstrings_are_different_packages():
-    split = pipeline.split_pairs("docstrings", 60, 42)
+    split = heldout.split_pairs("docstrings", 60, 42)
     assert set(split.source["packages"]) <= {*TRAINING, *HELDOUT}
-    again = pipeline.split_pairs("docstrings", 60, 42)
+    again = heldout.split_pairs("docstrings", 60, 42)
     assert (split.heldout, split.development) == (again.heldout, again.development) and len(
         split.heldout
     ) == len(split.development) == 60
@@ -173,7 +175,7 @@ def test_parts_of_docstrings_are_different_packages():
     assert {heldout_part(name) for name in split.clusters} == {"test"}
     assert {heldout_part(name) for name in split.development_clusters} == {"development"}
     # another seed draws other pairs of the same packages
-    other = pipeline.split_pairs("docstrings", 60, 43)
+    other = heldout.split_pairs("docstrings", 60, 43)
     assert other.heldout != split.heldout and not set(other.clusters) & set(
         split.development_clusters
     )
@@ -183,8 +185,8 @@ def test_parts_of_docstrings_are_different_packages():
 
 def test_parts_of_a_file_are_different_documents(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
-    split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0)
-    assert split.heldout == pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 0).heldout
+    split = heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 0)
+    assert split.heldout == heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 0).heldout
     assert 2 <= len(split.development) <= 8 and not texts_of(split.heldout) & texts_of(
         split.development
     )
@@ -198,12 +200,12 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
     with pytest.raises(InputError, match="must be test or development"):
         split.part("training")
     with pytest.raises(InputError, match="too few pairs are left for a development part"):
-        pipeline.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
+        heldout.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
 
 
 def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
-    split = pipeline.split_pairs(tmp_path / "pairs.jsonl", 8, 42)
+    split = heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 42)
     settings = [
         f"base={base}",
         f"data={tmp_path / 'pairs.jsonl'}",

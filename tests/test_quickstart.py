@@ -13,7 +13,7 @@ import pytest
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.study import pipeline as pipelines
+from anchor_embedding.evaluate import heldout
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.recipe_files import load_recipe
 
@@ -42,7 +42,7 @@ def few_packages():
     `test_heldout` reads them.
     """
     few = partial(docstring_pairs, packages=[*TRAINED_ON, *HELDOUT], heldout=HELDOUT, cache=False)
-    with mock.patch.object(pipelines, "docstring_pairs", few):
+    with mock.patch.object(heldout, "docstring_pairs", few):
         yield few
 
 

@@ -13,15 +13,14 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data.batches import BatchPlan
 from anchor_embedding.data.examples import Example
+from anchor_embedding.evaluate.heldout import SplitPairs
 from anchor_embedding.evaluate.significance import paired_bootstrap
-from anchor_embedding.study.pipeline import SplitPairs
+from anchor_embedding.study.calibration import against_itself, same_method_runs
 from anchor_embedding.study.report import seed_figures
 from anchor_embedding.study.tournament import (
-    against_itself,
     contestants,
     differences,
     entrants_of,
-    same_method_runs,
     spend,
     tournament,
 )

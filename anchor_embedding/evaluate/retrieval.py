@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic_ranks', 'retrieval_ranks', 'retrieval_metrics',
            'mean_cosine', 'bm25_scores', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'same_text',
-           'HeldoutRetrieval', 'example_searches']
+           'HeldoutRetrieval']
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #f6b67f2d
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -324,40 +324,34 @@ class HeldoutRetrieval:
         "BM25 on the same queries and documents."
         return rank_metrics(self.bm25_ranks())
 
-    def searches(self, which, encode=None, encode_queries=None, k=3) -> list[list[dict]]:
-        """The k best hits `{text, score, correct}` of the queries at the indices `which`, by BM25
-        if there is no `encode`.
-        """
-        return example_searches(self, which, encode, encode_queries, k)
+    def hits(
+        self,
+        query: int,  # its index
+        scores: np.ndarray | None = None,  # (m,) of the documents; None = BM25
+        k: int = 3,
+    ) -> list[tuple[int, float]]:  # index and score of a document, best first
+        "The k best documents for a query."
+        if scores is None:
+            scores = bm25_scores([self.queries[query]], self.documents)[0]
+        ignored = self.ignored[query]
+        best = [j for j in top_hits(scores, k + len(ignored)) if j not in ignored]
+        return [(int(j), float(scores[j])) for j in best[:k]]
+
+    def example(
+        self,
+        query: int,  # its index
+        hits: Mapping[str, Sequence],  # name → see `hits`
+    ) -> dict:  # query, positive, and hits: name → [{text, score, correct}]
+        "A query with the hits of several models, for a report."
+        shown = {
+            name: [
+                {"text": self.documents[j], "score": score, "correct": j in self.relevant[query]}
+                for j, score in found
+            ]
+            for name, found in hits.items()
+        }
+        positive = self.documents[self.relevant[query][0]]
+        return {"query": self.queries[query], "positive": positive, "hits": shown}
 
     def __repr__(self) -> str:
         return f"HeldoutRetrieval({len(self.queries)} queries, {len(self.documents)} documents)"
-
-# %% ../../nbs/evaluate/10_retrieval.ipynb #9b9fe423
-def example_searches(
-    heldout: HeldoutRetrieval,
-    which: Sequence[int],  # indices of queries
-    encode=None,  # texts → (n, d); None = BM25
-    encode_queries=None,  # for queries, if they are encoded differently
-    k: int = 3,  # hits per query
-) -> list[list[dict]]:  # for each query its hits, best first: {"text", "score", "correct"}
-    "The best hits of a few queries, for a report."
-    queries = [heldout.queries[i] for i in which]
-    if encode is None:
-        scores = bm25_scores(queries, heldout.documents)
-    else:
-        scores = unit((encode_queries or encode)(queries)) @ unit(encode(heldout.documents)).T
-    examples = []
-    for i, row in zip(which, scores, strict=True):
-        ignored = heldout.ignored[i]
-        best = [j for j in top_hits(row, k + len(ignored)) if j not in ignored]
-        hits = [
-            {
-                "text": heldout.documents[j],
-                "score": float(row[j]),
-                "correct": j in heldout.relevant[i],
-            }
-            for j in best[:k]
-        ]
-        examples.append(hits)
-    return examples

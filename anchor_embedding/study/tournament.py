@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['NO_DIFFERENCE', 'EQUAL', 'BUDGETS', 'REFERENCES', 'entrants_of', 'same_stages', 'contestants', 'check_equal_footing',
-           'stretched', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request', 'enter_seeds', 'play',
-           'Judge', 'scores_of', 'course', 'tournament', 'first_stage', 'judged', 'differences', 'against_first',
-           'standings', 'verdict_lines', 'publish', 'sweep_record', 'tiny_pairs', 'same_method_runs', 'against_itself',
-           'aa_check']
+           'stretched', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request', 'enter_seeds',
+           'course', 'tournament', 'differences', 'against_first', 'standings', 'verdict_lines', 'publish']
 
 # %% ../../nbs/study/60_tournament.ipynb #36beccb3
 import itertools
 import json
-import random
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +24,10 @@ import pandas as pd
 from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_file, write_text
-from ..common.provenance import device_name, find_cards, source_commit
 from ..common.settings import closest
-from ..common.tiny import PROSE, tiny_model, tiny_tokenizer
-from ..data.examples import Example, fingerprint
+from ..data.examples import fingerprint
 from ..embed.embedder import Embedder, read_tokenizer
-from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
+from ..evaluate.heldout import SplitPairs, split_pairs
 from ..evaluate.scores import table_markdown
 from anchor_embedding.evaluate.significance import (
     ALTERNATIVES,
@@ -41,38 +36,32 @@ from anchor_embedding.evaluate.significance import (
     paired_bootstrap,
 )
 from ..model.base import resolve_base
-from .figures import LABELS, plot_tournament
-from anchor_embedding.study.pipeline import (
-    SplitPairs,
+from anchor_embedding.study.arms import (
+    HeldoutEvaluation,
+    comparison,
+    evaluations,
+    first_stage,
     mean_of,
     of_seed,
     report_card,
-    run_arm,
+    run_arms,
     seed_folder,
     seed_numbers,
-    split_pairs,
 )
+from .figures import LABELS, plot_tournament
 from .report import read_metrics, results_table, seed_figures
-from .steps import time_steps
 from ..train.plan import find_shape, measured_lengths, plan
-from ..train.prepare import instructions_record
 from ..train.recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, override
 from ..train.recipe_files import load_recipe
-from ..train.runs import read_log
 from ..train.stage import train
 
 # %% ../../nbs/study/60_tournament.ipynb #d931d4de
 def entrants_of(recipe: Recipe | Pipeline) -> dict[str, Pipeline]:  # name → pipeline of one arm
     "A recipe as one contestant, or each arm of a pipeline as one."
-    if isinstance(recipe, Recipe):
-        name = re.sub(r"[^\w-]", "_", recipe.name.rpartition("/")[2])
-        return {name: Pipeline(name=name, stages={name: recipe}, arms={name: (name,)})}
-    return {
-        arm: Pipeline(
-            name=arm, stages={stage: recipe.stages[stage] for stage in names}, arms={arm: names}
-        )
-        for arm, names in recipe.arms.items()
-    }
+    if isinstance(recipe, Pipeline):
+        return recipe.by_arm()
+    name = re.sub(r"[^\w-]", "_", recipe.name.rpartition("/")[2])
+    return {name: Pipeline(name=name, stages={name: recipe}, arms={name: (name,)})}
 
 
 # settings that make no difference to what is learned
@@ -81,8 +70,8 @@ NO_DIFFERENCE = set(RunSettings.model_fields) - {"dtype"} | {"anchor_gain_every"
 
 def same_stages(one: Pipeline, other: Pipeline) -> bool:
     "Whether two contestants learn the same thing, even if their stages have different names."
-    ours = one.arm(one.name)
-    theirs = other.arm(other.name)
+    ours = [*one.stages.values()]
+    theirs = [*other.stages.values()]
     return len(ours) == len(theirs) and all(
         NO_DIFFERENCE.issuperset(a.differences(b)) for a, b in zip(ours, theirs, strict=True)
     )
@@ -161,25 +150,25 @@ def spend(
     """A contestant with as many steps as its budget pays for; InputError when some stage would get
     no step at all.
     """
-    name, names = next(iter(entrant.arms.items()))
     left = amount
     steps = {}
-    total = sum(costs[stage] * entrant.stages[stage].steps for stage in names)
-    for stage in names:
-        wanted = amount * costs[stage] * entrant.stages[stage].steps / total
-        share = left if stage == names[-1] else max(1, round(wanted / every)) * every
+    *_, last = entrant.stages
+    wanted = {stage: costs[stage] * recipe.steps for stage, recipe in entrant.stages.items()}
+    for stage in entrant.stages:
+        part = amount * wanted[stage] / sum(wanted.values())
+        share = left if stage == last else max(1, round(part / every)) * every
         steps[stage] = int(share / costs[stage] * (1 + 1e-9))
         if steps[stage] < 1:
             raise InputError(
-                f"{name}: the budget of {amount:g} leaves {max(0, share):.3g} for `{stage}`, where "
-                f"a step takes {costs[stage]:.3g}; raise it, or lower `every`"
+                f"{entrant.name}: the budget of {amount:g} leaves {max(0, share):.3g} for "
+                f"`{stage}`, where a step takes {costs[stage]:.3g}; raise it, or lower `every`"
             )
         left -= steps[stage] * costs[stage]
     points = EvaluationPlan(
-        pairs=entrant.evaluation.pairs, every=max(1, round(every / costs[names[-1]]))
+        pairs=entrant.evaluation.pairs, every=max(1, round(every / costs[last]))
     )
     stages = {stage: stretched(recipe, steps[stage]) for stage, recipe in entrant.stages.items()}
-    return Pipeline(name=entrant.name, stages=stages, arms=entrant.arms, evaluation=points)
+    return replace(entrant, stages=stages, evaluation=points)
 
 # %% ../../nbs/study/60_tournament.ipynb #7f746e88
 def flops_per_step(entrant: Pipeline, base: str, lengths: Mapping[str, float]) -> dict[str, float]:
@@ -209,7 +198,6 @@ def seconds_per_step(
 
 # %% ../../nbs/study/60_tournament.ipynb #5939ff5b
 def enter(
-    name: str,
     entrant: Pipeline,
     out: Path,
     asked: dict,  # the same for all contestants: budget, amount, every, fingerprints of the pairs
@@ -218,17 +206,20 @@ def enter(
     """A contestant that is ready to train. One that has already begun keeps its steps; InputError
     if it began with another request.
     """
-    kept = out / "runs" / f"{name}.json"
+    kept = out / "runs" / f"{entrant.name}.json"
     asked = json.loads(json.dumps(asked | {"recipe": entrant.to_dict()}))
-    if kept.exists():
+    runs = [out / "runs" / f"{entrant.name}-{stage}" for stage in entrant.stages]
+    if kept.exists() and any(path.exists() for path in (out / entrant.name, *runs)):
         before = json.loads(kept.read_text(encoding="utf-8"))
         changed = [key for key in asked if before["asked"].get(key) != asked[key]]
         if changed:
             raise InputError(
-                f"{kept}: {name} began with another {' and another '.join(changed)}; "
+                f"{kept}: {entrant.name} began with another {' and another '.join(changed)}; "
                 f"choose another --out or remove {out}"
             )
-    step_costs = before["costs"] if kept.exists() else costs(entrant)
+        step_costs = before["costs"]
+    else:
+        step_costs = costs(entrant)
     ready = spend(entrant, step_costs, asked["amount"], asked["every"])
     return ready, {"asked": asked, "costs": step_costs}
 
@@ -261,101 +252,51 @@ def enter_seeds(
     seeds: Sequence[int],
     asked: dict,  # see `enter`
     costs: Callable[[Pipeline], dict[str, float]],
-) -> dict[int, dict[str, tuple[Pipeline, dict]]]:  # seed → name → the result of `enter`
-    "`enter` for every contestant and seed, before anything is trained."
-    by_seed = {}
+) -> dict[int, dict[str, Pipeline]]:  # seed → name → the contestant with its steps
+    """`enter` for every contestant and seed, before anything is trained or written; then all
+    requests are written.
+    """
     known = {}  # name → costs, from the first seed
+    ready = {seed: {} for seed in seeds}
+    files = {}
 
     def costs_once(entrant):
         return known.get(entrant.name) or costs(entrant)
 
     for seed in seeds:
         folder = seed_folder(out, seed, seeds[0])
-        by_seed[seed] = {
-            name: enter(name, of_seed(entrant, seed), folder, asked, costs_once)
-            for name, entrant in entrants.items()
-        }
-        known |= {name: kept["costs"] for name, (_, kept) in by_seed[seed].items()}
-    return by_seed
-
-
-def play(
-    entered: Mapping, out: Path, base: str, pairs: SplitPairs, judge: Callable, progress, say
-) -> dict[str, dict[str, Path]]:
-    "Train and evaluate every contestant with one seed; returns name → stage → run folder."
-    folders = {}
-    for name, (entrant, kept) in entered.items():
-        stages = ", ".join(
-            f"{recipe.steps} steps of {stage}" for stage, recipe in entrant.stages.items()
-        )
-        say(f"{name}: {stages}, seed {next(iter(entrant.stages.values())).seed}")
-        write_text(out / "runs" / f"{name}.json", json.dumps(kept, indent=1) + "\n")
-        folders[name] = run_arm(entrant, name, out, base, pairs, judge, progress, say)
-    return folders
+        for name, entrant in entrants.items():
+            ready[seed][name], kept = enter(of_seed(entrant, seed), folder, asked, costs_once)
+            known[name] = kept["costs"]
+            files[folder / "runs" / f"{name}.json"] = kept
+    for path, kept in files.items():
+        write_text(path, json.dumps(kept, indent=1) + "\n")
+    return ready
 
 # %% ../../nbs/study/60_tournament.ipynb #027b4f95
-class Judge:
-    """Called by `train` at every evaluation. Gives one line of held-out retrieval with its ranks,
-    and one line for each task.
-    """
-
-    def __init__(
-        self,
-        pairs: Sequence[Example],
-        tasks: Callable[[Embedder], list[dict]] | None,
-        say: Callable[[str], None],
-        clusters=(),
-    ):
-        self.heldout = HeldoutRetrieval(
-            [pair.query for pair in pairs], [pair.positive for pair in pairs], clusters
-        )
-        self.tasks = tasks
-        self.say = say
-
-    def __call__(self, embedder: Embedder) -> list[dict]:
-        "The lines of one evaluation."
-        queries = embedder.encode(self.heldout.queries)
-        documents = embedder.encode(self.heldout.documents)
-        ranks = self.heldout.ranks(queries, documents)
-        figures = rank_metrics(ranks) | {"mean_cosine": mean_cosine(documents), "ranks": ranks}
-        self.say(f"  held-out nDCG@10 {figures['ndcg_at_10']:.3f}")
-        return [figures, *(self.tasks(embedder) if self.tasks else ())]
-
-
-def scores_of(lines: Iterable[dict]) -> dict:
-    "The lines of one evaluation as one row: held-out retrieval, and `tasks` (name → score)."
-    row = {}
-    tasks = {}
-    for line in lines:
-        if "task" in line:
-            tasks[line["task"]] = line["score"]
-        else:
-            row |= {key: value for key, value in line.items() if key != "step"}
-    return row | ({"tasks": tasks} if tasks else {})
-
-
 def course(
-    entrant: Pipeline, folders: Mapping[str, Path], flops: Mapping[str, float]
+    folders: Mapping[str, Path],  # stage → run folder
+    flops: Mapping[str, float],  # stage → operations of a step
 ) -> tuple[list[dict], dict]:
-    """All evaluations with the steps, operations and seconds spent by then, and the totals of the
-    arm.
+    """All evaluations with the steps, operations and seconds of training spent by then, and the
+    totals of the arm.
     """
     rows = []
+    stages = {}
     spent = np.zeros(3)
     for stage, folder in folders.items():
         seconds = read_metrics(folder / "metrics.jsonl")["seconds"]
+        stages[stage] = len(seconds)
         steps = np.arange(len(seconds) + 1)
         course = spent + np.stack([steps, steps * flops[stage], [0, *seconds.cumsum()]], axis=1)
-        evaluations = read_log(folder / "evals.jsonl")
-        for step, lines in itertools.groupby(evaluations, key=lambda line: line["step"]):
-            total, operations, elapsed = course[step].tolist()
+        for row in evaluations(folder):
+            total, operations, elapsed = course[row["step"]].tolist()
             rows.append(
-                {"step": int(total), "flops": operations, "seconds": round(elapsed, 2)}
-                | scores_of(lines)
+                row | {"step": int(total), "flops": operations, "seconds": round(elapsed, 2)}
             )
         spent = course[-1]
     return rows, {
-        "stages": {stage: recipe.steps for stage, recipe in entrant.stages.items()},
+        "stages": stages,
         "flops_per_step": dict(flops),
         "flops": float(spent[1]),
         "seconds": round(float(spent[2]), 2),
@@ -415,96 +356,42 @@ def tournament(
             return flops[entrant.name]
         return seconds_per_step(entrant, base.path, pairs)
 
-    entered = enter_seeds(entrants, out, numbers, asked, costs)
-    judge = Judge(pairs.heldout, tasks, say, pairs.clusters)
-    folders = {
-        seed: play(
-            entered[seed],
-            seed_folder(out, seed, first.seed),
-            base.path,
-            pairs,
-            judge,
-            progress,
-            say,
+    evaluate = HeldoutEvaluation(pairs, tasks, say)
+    arms = enter_seeds(entrants, out, numbers, asked, costs)
+    for name, arm in arms[first.seed].items():
+        stages = ", ".join(
+            f"{recipe.steps} steps of {stage}" for stage, recipe in arm.stages.items()
         )
-        for seed in numbers
+        say(f"{name}: {stages}")
+    folders = run_arms(arms, out, base.path, pairs, evaluate, progress, say)
+    courses = {
+        seed: {name: course(stages, flops[name]) for name, stages in of_seed.items()}
+        for seed, of_seed in folders.items()
     }
-    entrants = {name: ready for name, (ready, _) in entered[first.seed].items()}
+    rows = {
+        seed: {name: of_arm for name, (of_arm, _) in of_seed.items()}
+        for seed, of_seed in courses.items()
+    }
+    spent = [
+        {name: totals for name, (_, totals) in of_seed.items()} for of_seed in courses.values()
+    ]
     report = {
         "name": "tournament",
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__,
         "seeds": numbers,
         **asked,
+        "spent": mean_of(spent),
     }
-    report |= judged(entrants, folders, flops, base.path, judge, alternative)
-    report["card"] = report_card(
-        next(iter(entrants.values())), pairs, folders[first.seed], base.source
-    )
-    report["card"]["recipes"] = {
-        f"{name}/{stage}": recipe.to_dict()
-        for name, e in entrants.items()
-        for stage, recipe in e.stages.items()
+    report |= comparison(arms[first.seed], rows, base.path, evaluate)
+    report["differences"] = differences(report["ranks"], report["clusters"], alternative)
+    recipes = {
+        f"{name}/{stage}": recipe
+        for name, arm in arms[first.seed].items()
+        for stage, recipe in arm.stages.items()
     }
+    report["card"] = report_card(recipes, pairs, folders[first.seed], base.source)
     return publish(report, out, say)
-
-# %% ../../nbs/study/60_tournament.ipynb #2fbb73ef
-def first_stage(entrants: Mapping[str, Pipeline]) -> Recipe:
-    "The first stage of the first contestant, which holds the settings that all share."
-    return next(iter(next(iter(entrants.values())).stages.values()))
-
-
-def judged(
-    entrants: Mapping[str, Pipeline],
-    folders: Mapping[int, dict],  # seed → name → stage → run folder
-    flops: Mapping,
-    base: str,
-    judge: Judge,
-    alternative: str = "two-sided",
-) -> dict:
-    """The measured part of a report: mean curves, totals, the untouched model, BM25, ranks and
-    differences.
-    """
-    first = first_stage(entrants)
-    courses = {
-        seed: {name: course(e, each[name], flops[name]) for name, e in entrants.items()}
-        for seed, each in folders.items()
-    }
-    settings = {
-        "template": first.template,
-        "max_length": first.max_length,
-        "pooling": first.pooling,
-        "dtype": first.dtype,
-        "instructions": instructions_record(first.instructions),
-    }
-    untouched = scores_of(judge(Embedder.from_pretrained(base, **settings)))
-
-    def bare(row):
-        return {key: value for key, value in row.items() if key != "ranks"}
-
-    by_seed = {
-        str(seed): {name: [bare(row) for row in rows] for name, (rows, _) in each.items()}
-        for seed, each in courses.items()
-    }
-    ranks = {
-        name: {str(seed): each[name][0][-1]["ranks"] for seed, each in courses.items()}
-        for name in entrants
-    }
-    if len(courses) == 1:
-        ranks = {name: next(iter(each.values())) for name, each in ranks.items()}
-    ranks |= {"base": untouched["ranks"], "bm25": judge.heldout.bm25_ranks()}
-    return {
-        "arms": mean_of([*by_seed.values()]),
-        **({"by_seed": by_seed} if len(courses) > 1 else {}),
-        "spent": mean_of(
-            [{name: totals for name, (_, totals) in each.items()} for each in courses.values()]
-        ),
-        "base": bare(untouched),
-        "bm25": judge.heldout.bm25(),
-        "ranks": ranks,
-        "clusters": judge.heldout.clusters,
-        "differences": differences(ranks, judge.heldout.clusters, alternative),
-    }
 
 # %% ../../nbs/study/60_tournament.ipynb #389e29c6
 REFERENCES = ("base", "bm25")
@@ -608,184 +495,3 @@ def publish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     say("\n".join([table.round(3).to_string(), *verdicts]))
     say(f"report: {out / 'tournament.json'}")
     return report
-
-# %% ../../nbs/study/60_tournament.ipynb #c8828ad2
-def sweep_record(
-    model: str,  # folder or hub name of the model
-    embedder: Embedder,
-    rows: list[dict],  # see `sweep_steps`
-    pairs: SplitPairs,
-    note: str = "",
-    timed: int = 64,  # number of documents to time encoding on; 0 = no timing
-) -> dict:
-    "The result of a sweep over the number of soft tokens, and where it comes from."
-    heldout = pairs.heldout
-
-    def mean_tokens(texts):
-        return float(np.mean([len(tokens) for tokens in embedder.tokenizer(texts)]))
-
-    about = {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "version": __version__,
-        "commit": source_commit(),
-        "note": note,
-        "device": device_name(embedder.decoder.device),
-        "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype),
-        "data": pairs.source["data"],
-        "heldout": len(heldout),
-        "fingerprint": fingerprint(heldout),
-        "tokens": {
-            "query": mean_tokens([pair.query for pair in heldout]),
-            "document": mean_tokens([pair.positive for pair in heldout]),
-        },
-    }
-    documents = [pair.positive for pair in heldout[:timed]]
-    most = rows[-1]["steps"]
-    counts = sorted({k for k in (0, 1, 2, 5, 10, 20) if k <= most} | {most})
-    return {
-        "name": "sweep-steps",
-        "about": about,
-        "runs": [_run(card) for card in find_cards(Path(model))],
-        "soft_tokens": asdict(embedder.soft_tokens),
-        "timed": len(documents),
-        "seconds": time_steps(embedder, documents, counts) if documents else {},
-        "steps": rows,
-    }
-
-
-def _run(card: dict) -> dict:
-    "Where a run comes from; its base is given by name, without the path."
-    keys = ("commit", "device", "pairs", "fingerprint", "seconds")
-    recipe = card["recipe"]
-    return {key: card.get(key) for key in keys} | {
-        "recipe": recipe | {"base": Path(recipe["base"]).name}
-    }
-
-# %% ../../nbs/study/60_tournament.ipynb #2162148d
-def tiny_pairs(number: int = 800, heldout: int = 240) -> SplitPairs:
-    """Made-up pairs: a text of six words out of forty, and four of the six as its query. Every four
-    held-out queries form a cluster.
-    """
-    draw = random.Random(0)
-    words = sorted(set(PROSE.split()))[:40]
-    rows = []
-    for _ in range(number):
-        text = draw.sample(words, 6)
-        rows.append(Example(" ".join(draw.sample(text, 4)), " ".join(text), (), "made up"))
-    return SplitPairs(
-        rows[heldout:],
-        rows[:heldout],
-        {"data": "made up"},
-        [place // 4 for place in range(heldout)],
-    )
-
-
-def same_method_runs(
-    out: Path,
-    runs: int = 36,  # seeds
-    steps: int = 30,  # of training per run
-    say: Callable[[str], None] = print,
-) -> dict:  # report of a tournament with one contestant
-    "Real runs of one recipe that differ only in the seed."
-    base = out / "base"
-    if not base.exists():
-        tiny_model("llama").save_pretrained(base)
-        tiny_tokenizer("smollm2").save_pretrained(base)
-    settings = [
-        f"base={base}",
-        "data=made up",
-        "batch_size=32",
-        "max_length=48",
-        "dtype=float32",
-        "tuning=full",
-        "learning_rate=2e-2",
-        "instructions=none",
-    ]
-    return tournament(
-        ["baseline"],
-        out / "runs",
-        amount=steps,
-        every=steps,
-        overrides=settings,
-        pairs=tiny_pairs(),
-        progress=False,
-        say=say,
-        seeds=runs,
-    )
-
-# %% ../../nbs/study/60_tournament.ipynb #66f6a5d0
-def against_itself(
-    report: dict,  # of `same_method_runs`
-    tournaments: int = 200,
-    seeds: int = 6,  # runs in each group
-    planted: float = 0.0,  # added to the scores of one group
-) -> list[Difference]:
-    "Compare a method with itself: two groups of its runs, drawn at random without overlap."
-    figures = seed_figures(report, next(iter(report["arms"])))
-    draw = np.random.default_rng(0)
-    if len(figures) < 2 * seeds:
-        raise InputError(
-            f"{len(figures)} runs are too few for two groups of {seeds}; train at least {2 * seeds}"
-        )
-    comparisons = []
-    for _ in range(tournaments):
-        drawn = draw.permutation(len(figures))
-        one = figures[drawn[:seeds]] + planted
-        other = figures[drawn[seeds : 2 * seeds]]
-        comparisons.append(compare_with({"again": one}, other, report["clusters"])["again"])
-    return comparisons
-
-
-def aa_check(
-    out: str | Path,  # folder for the runs, which are kept
-    tournaments: int = 200,
-    seeds: int = 6,  # runs in each group
-    runs: int = 36,  # number of runs to draw from
-    steps: int = 30,
-    say: Callable[[str], None] = print,
-) -> dict:  # the record
-    """How often a method is called different from itself, and how often an added difference of the
-    detectable size is found.
-    """
-    for name, number in {"tournaments": tournaments, "seeds": seeds, "steps": steps}.items():
-        if number < 1:
-            raise InputError(f"{name} = {number}: must be at least 1")
-    if seeds < 6:
-        raise InputError(f"seeds = {seeds}: a verdict needs at least 6 runs in each group")
-    if runs < 2 * seeds:
-        raise InputError(
-            f"{runs} runs are too few for two groups of {seeds}; train at least {2 * seeds}"
-        )
-    report = same_method_runs(Path(out), runs, steps, say)
-    means = seed_figures(report, "baseline").mean(axis=1)
-    same = against_itself(report, tournaments, seeds)
-    size = float(np.median([one.detectable for one in same]))
-    different = against_itself(report, tournaments, seeds, size)
-
-    def count(comparisons):
-        return {
-            word: sum(one.verdict == word for one in comparisons)
-            for word in ("ahead", "behind", "level")
-        }
-
-    about = {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "version": __version__,
-        "commit": source_commit(),
-        "device": report["card"]["device"],
-        "queries": same[0].queries,
-        "clusters": same[0].clusters,
-        "command": f"anchor aa-check --tournaments {tournaments} --seeds {seeds} --runs "
-        f"{runs} --steps {steps}",
-    }
-    return {
-        "name": "aa-check",
-        "about": about,
-        "tournaments": tournaments,
-        "seeds": seeds,
-        "runs": [round(float(mean), 4) for mean in means],
-        "steps": steps,
-        "same": count(same),
-        "planted": round(size, 4),
-        "different": count(different),
-    }

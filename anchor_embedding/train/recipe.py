@@ -470,6 +470,19 @@ class Pipeline(Saved):
         "The recipes of an arm, first to last."
         return [self.stages[stage] for stage in self.arms[name]]
 
+    def by_arm(self) -> dict[str, "Pipeline"]:
+        "Every arm as a pipeline of its own, called by the name of the arm."
+        return {
+            arm: replace(
+                self,
+                name=arm,
+                description="",
+                stages={stage: self.stages[stage] for stage in names},
+                arms={arm: names},
+            )
+            for arm, names in self.arms.items()
+        }
+
     def to_dict(self) -> dict:
         "All settings, ready for JSON; `shared` holds those that are equal in all stages."
 
