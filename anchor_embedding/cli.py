@@ -403,6 +403,28 @@ def plan(args: argparse.Namespace) -> None:
     if settings and isinstance(planned, Plan):
         _say(basis(planned.recipe, planned.source, planned.lengths == "of the data"))
     print(json.dumps(planned.to_dict()) if args.json else planned)
+    _note_on_cpu(planned.operations, recipe)
+
+
+def _note_on_cpu(operations: float, recipe) -> None:
+    "Print how long this many operations take here, if there is no GPU."
+    import torch
+
+    from anchor_embedding.model.loading import choose_dtype
+    from anchor_embedding.study.duration import SHARE_OF_PRODUCTS, in_words, product_speed
+
+    if torch.cuda.is_available():
+        return
+    stages = getattr(recipe, "stages", {"only": recipe})
+    dtype, _ = choose_dtype(next(iter(stages.values())).dtype)
+    speed = product_speed(dtype)
+    most, least = (in_words(operations / speed / share) for share in SHARE_OF_PRODUCTS)
+    name = str(dtype).removeprefix("torch.")
+    _say(
+        f"without a GPU: training takes {least} to {most} on this CPU, which multiplies {name} at "
+        f"{speed / 1e9:.0f} GFLOP/s (estimate: {SHARE_OF_PRODUCTS[0]:.0%} to "
+        f"{SHARE_OF_PRODUCTS[1]:.0%} of that)"
+    )
 
 
 def check(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from anchor_embedding.data.examples import (
     fingerprint_line,
     raw_negatives,
 )
-from .sources import BadRow, Part, find_parts
+from .sources import BadRow, Part, find_parts, not_read
 from .store import LISTED, ExampleStore, counted_parts
 
 # %% ../../nbs/data/35_check.ipynb #da38a975
@@ -134,7 +134,7 @@ def _check_part(part: Part, tallies: dict, bad: list[str], opened, measure) -> i
         if empty:
             note(f"{part.name}: the file has no rows")
     except InputError as error:
-        note(error)
+        note(f"{error}; the rest of this file was not checked")
     except OSError as error:
         note(f"{part.name}: cannot be read ({error.strerror or error})")
     return bad_rows
@@ -156,7 +156,7 @@ def check_data(
     with counted_parts(parts, source, progress) as opened:
         count = sum(_check_part(part, tallies, bad, opened, measure) for part in parts)
     figures = {name: _figures(tally) for name, tally in tallies.items()}
-    return DataCheck(source, figures, count, tuple(bad), unit)
+    return DataCheck(source, figures, count, tuple(bad), unit, tuple(not_read(source)))
 
 # %% ../../nbs/data/35_check.ipynb #715931c8
 @dataclass(frozen=True, repr=False)
@@ -168,6 +168,7 @@ class DataCheck:
     bad_rows: int
     bad: tuple[str, ...]  # messages about the first `LISTED` of them
     unit: str = "characters"  # of the lengths
+    not_read: tuple[str, ...] = ()  # other files and folders in the folder
 
     @property
     def rows(self) -> int:
@@ -176,7 +177,8 @@ class DataCheck:
 
     def to_dict(self) -> dict:
         "All figures, as plain JSON values."
-        return {**asdict(self), "bad": list(self.bad), "rows": self.rows}
+        lists = {"bad": list(self.bad), "not_read": list(self.not_read)}
+        return {**asdict(self), **lists, "rows": self.rows}
 
     def __str__(self):
         return _check_text(self)
@@ -191,7 +193,8 @@ def _check_title(check):
     rows = counted(check.rows, "row")
     datasets = counted(len(check.datasets), "dataset")
     bad = counted(check.bad_rows, "bad row")
-    return f"{Path(check.source).name}: {rows} in {datasets}, {bad}"
+    left = f"; not read: {', '.join(check.not_read)}" if check.not_read else ""
+    return f"{Path(check.source).name}: {rows} in {datasets}, {bad}{left}"
 
 # %% ../../nbs/data/35_check.ipynb #39a43670
 _SIZES = ("dataset", "rows", "query", "positive", "negatives", "with negatives")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BadRow', 'open_binary', 'file_lines', 'jsonl_rows', 'csv_rows', 'parquet_rows', 'qrels_rows', 'Part', 'find_parts',
-           'part_examples', 'read_examples', 'read_texts']
+           'not_read', 'part_examples', 'read_examples', 'read_texts']
 
 # %% ../../nbs/data/15_sources.ipynb #dd215e65
 import csv
@@ -440,8 +440,25 @@ def find_parts(
             f"{path}: no file in this folder can be read; put {_FORMATS} files into it"
         )
     if not readable:
-        raise InputError(f"{path}: unknown kind of file; the known ones are {_FORMATS}")
+        raise InputError(f"{path}: unknown kind of file; save it as one of {_FORMATS}")
     return [_file_part(file) for file in readable]
+
+
+def not_read(source: str | os.PathLike) -> list[str]:  # names
+    """What `find_parts` leaves out of a folder of files and may be missed: other kinds of files,
+    except .md, and folders.
+    """
+    path = Path(source)
+    files = find_parts(source)[0].files if path.is_dir() else ()
+    if len(files) != 1 or not _suffix(files[0]):
+        return []  # of a file, a BEIR folder or a saved dataset, whose files are known
+    return [
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in sorted(path.iterdir())
+        if not entry.name.startswith(".")
+        and (entry.is_dir() or not _suffix(entry))
+        and entry.suffix.lower() != ".md"
+    ]
 
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
 def part_examples(

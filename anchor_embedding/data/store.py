@@ -28,7 +28,7 @@ from ..common.files import atomic_folder, cache_folder
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
-from .sources import BadRow, find_parts, part_examples
+from .sources import BadRow, find_parts, not_read, part_examples
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
 _FORMAT = 2  # version of the file format; raise it when the format changes
@@ -430,4 +430,6 @@ def open_examples(
                 store = ExampleStore(folder, source)
     if store.bad_rows:
         say(f"{source}: {counted(store.bad_rows, 'bad row')} left out; the first: {store.bad[0]}")
+    if names := not_read(source):
+        say(f"{source}: not read: {', '.join(names)}")
     return store

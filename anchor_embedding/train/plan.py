@@ -439,6 +439,11 @@ class Plan:
         return step_flops(self.recipe, self.shape, self.tokens, self.processes)
 
     @property
+    def operations(self) -> float:
+        "Operations of all steps, over all processes."
+        return sum(self.flops.values()) * self.recipe.steps
+
+    @property
     def memory(self) -> dict[str, float]:  # part → bytes
         "Memory on each GPU."
         return memory(self.recipe, self.shape, self.tokens, self.processes)
@@ -446,7 +451,7 @@ class Plan:
     @property
     def hours(self) -> dict[str, tuple[float, float]]:  # kind of GPU → fewest, most
         "Hours of training, at the high and at the low share of the peak."
-        total = sum(self.flops.values()) * self.recipe.steps / self.processes / 3600
+        total = self.operations / self.processes / 3600
         return {
             gpu: tuple(total / GPUS[gpu][0] / share for share in reversed(SHARE_OF_PEAK))
             for gpu in self.gpus
@@ -580,6 +585,11 @@ class PipelinePlan:
 
     name: str
     runs: dict[str, Plan]  # "arm/stage" → plan
+
+    @property
+    def operations(self) -> float:
+        "Operations of all steps of all runs."
+        return sum(run.operations for run in self.runs.values())
 
     @property
     def hours(self) -> dict[str, tuple[float, float]]:  # kind of GPU → fewest, most
