@@ -328,6 +328,7 @@ def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
     settings = [
         "batch_size=8",
         "steps=4",
+        "warmup_steps=3",
         "max_length=40",
         "dtype=float32",
         "evaluation.every=0",
@@ -345,16 +346,16 @@ def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
     arguments += [part for setting in settings for part in ("--set", setting)]
     task = {"arguments": arguments, "folder": str(tmp_path / "run"), "log": str(tmp_path / "log")}
     assert (
-        driver({**task, "before": AT_STEP.format(step=3, code="os.kill(os.getpid(), 15)")})["code"]
+        driver({**task, "before": AT_STEP.format(step=2, code="os.kill(os.getpid(), 15)")})["code"]
         == 143
     )
     said = (tmp_path / "log").read_text()
     assert (
-        "after step 3 of 4" in said
+        "after step 2 of 4" in said
         and "the same command goes on from there" in said
         and "--resume" not in said
     ), said
-    assert driver(task)["code"] == 0 and "resumes from step 3" in (tmp_path / "log").read_text()
+    assert driver(task)["code"] == 0 and "resumes from step 2" in (tmp_path / "log").read_text()
 
 
 def test_second_interrupt_ends_at_once(prepare):

@@ -152,22 +152,35 @@ def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
             }
 
 
-def test_own_pairs_instead_of_docstrings(base, tmp_path):
-    path = tmp_path / "pairs.jsonl"
+def write_pairs(path, start=0):
     path.write_text(
         "".join(
             json.dumps({"query": f"question {i} about anchors", "positive": f"answer {i * i}"})
             + "\n"
-            for i in range(60)
+            for i in range(start, start + 60)
         )
     )
-    report = run_pipeline(
-        pipeline(base, f"data={path}", "steps=2"),
-        tmp_path / "out",
-        progress=False,
-        say=lambda text: None,
-    )
-    assert report["card"]["counts"] == {"train": 30, "heldout": 30}
+
+
+def test_own_pairs_instead_of_docstrings(base, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path)
+    small = pipeline(base, f"data={path}", "steps=2")
+    out = tmp_path / "out"
+
+    def run():
+        return run_pipeline(small, out, progress=False, say=lambda text: None)
+
+    assert run()["card"]["counts"] == {"train": 30, "heldout": 30}
+    (out / "report.json").unlink()  # as if it had been stopped just before
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/model.safetensors")}
+    report = run()
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing is trained again"
+    assert report["seconds"] >= sum(report["timing"].values()) - 0.1
+    (out / "report.json").unlink()
+    write_pairs(path, start=100)
+    with pytest.raises(InputError, match="unfinished run on other pairs"):
+        run()
 
 
 def test_seeds_are_paired_and_told_in_the_report(base, tmp_path):

@@ -31,10 +31,11 @@ class Work:
     step: Mapping[str, float]  # "arm/stage" → one of its steps
     evaluation: float  # one evaluation on the held-out texts
 
-    def of_stage(self, name: str, recipe: Recipe) -> float:
-        "A whole stage with its evaluations."
-        times = 1 + math.ceil(recipe.steps / recipe.eval_every) if recipe.eval_every else 0
-        return recipe.steps * self.step[name] + times * self.evaluation
+    def of_stage(self, name: str, recipe: Recipe, steps: int | None = None) -> float:
+        "A stage with its evaluations, or its first `steps` steps with theirs."
+        steps = recipe.steps if steps is None else steps
+        times = 1 + math.ceil(steps / recipe.eval_every) if recipe.eval_every else 0
+        return steps * self.step[name] + times * self.evaluation
 
     def of_arms(self, arms: Mapping[str, Pipeline]) -> float:
         "All stages of all arms, once."
@@ -148,4 +149,4 @@ def work_done(work: Work, name: str, recipe: Recipe, folder: Path) -> float:  # 
     if (folder / "final").exists():
         return work.of_stage(name, recipe)
     steps = max(RunFolder(folder).checkpoints(), default=0) if folder.exists() else 0
-    return work.of_stage(name, recipe.replace(steps=steps)) if steps else 0.0
+    return work.of_stage(name, recipe, steps) if steps else 0.0

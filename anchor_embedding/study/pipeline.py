@@ -19,9 +19,10 @@ from .. import __version__
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.show import counted
+from ..data.examples import fingerprint
 from ..embed.corpus import CorpusSettings, encode_corpus
 from ..embed.embedder import Embedder
-from ..evaluate.heldout import split_pairs
+from ..evaluate.heldout import SplitPairs, split_pairs
 from ..evaluate.retrieval import HeldoutRetrieval
 from ..model.base import resolve_base
 from anchor_embedding.study.arms import (
@@ -40,21 +41,22 @@ from anchor_embedding.study.report import (
     read_metrics,
     results_table,
 )
-from ..train.prepare import prepare_tokenizer
+from ..train.prepare import batch_plan, find_instructions, prepare_tokenizer
 from ..train.recipe import Pipeline
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
 def check_folder(out: Path, pipeline: Pipeline) -> None:
     """Raise `InputError` unless the output folder is new or empty, or holds the same pipeline
-    unfinished.
+    unfinished. Settings can change as long as no stage has begun.
     """
     kept = out / "pipeline.toml"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose another --out")
     if (out / "report.json").exists():
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
-    if kept.exists() and kept.read_text() != pipeline.to_toml():
+    begun = any((out / "runs").glob("*/"))
+    if begun and kept.exists() and kept.read_text(encoding="utf-8") != pipeline.to_toml():
         raise InputError(
             f"{out} holds an unfinished run with other settings ({kept}); choose "
             "another --out or remove it"
@@ -63,9 +65,20 @@ def check_folder(out: Path, pipeline: Pipeline) -> None:
         raise InputError(f"{out} is not empty; choose another --out")
 
 
-def claim_folder(out: Path, pipeline: Pipeline) -> None:
-    "Create the output folder, see `check_folder`."
+def claim_folder(out: Path, pipeline: Pipeline, pairs: SplitPairs) -> None:
+    """Create the output folder, see `check_folder`. Raises `InputError` if a stage has begun with
+    other pairs.
+    """
     check_folder(out, pipeline)
+    kept = out / "pairs.json"
+    these = {"train": fingerprint(pairs.train), "heldout": fingerprint(pairs.heldout)}
+    if any((out / "runs").glob("*/")) and kept.exists():
+        if json.loads(kept.read_text(encoding="utf-8")) != these:
+            raise InputError(
+                f"{out} holds an unfinished run on other pairs ({kept}); restore the data, or "
+                "choose another --out"
+            )
+    write_text(kept, json.dumps(these) + "\n")
     write_text(out / "pipeline.toml", pipeline.to_toml())
 
 # %% ../../nbs/study/50_pipeline.ipynb #f4c63fb8
@@ -121,15 +134,18 @@ def run_pipeline(
     numbers = seed_numbers(first.seed, seeds)
     base = resolve_base(pipeline.base, say)  # downloads, if any, are not part of the time
     for recipe in pipeline.stages.values():
-        # raises before the first arm is trained what would stop a later one
+        # here and below, raises before the first arm is trained what would stop a later one
         prepare_tokenizer(recipe, base.path)
     check_folder(out, pipeline)
     began = time.perf_counter()
     number = pipeline.evaluation.pairs
     pairs = split_pairs(first.data, number, first.seed, first.on_bad_row, say)
     evaluate = HeldoutEvaluation(pairs, say=say)
+    for recipe in pipeline.stages.values():
+        batch_plan(recipe, pairs.train)
+        find_instructions(recipe.instructions)
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
-    claim_folder(out, pipeline)
+    claim_folder(out, pipeline, pairs)
     seconds_of_data = round(time.perf_counter() - began, 1)
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}
     folders = run_arms(arms, out, base.path, pairs, evaluate, progress, say)
@@ -149,7 +165,9 @@ def run_pipeline(
     report["examples"] = example_searches(evaluate, rows[first.seed])
     report["search"] = searchable(evaluate.heldout, out, best_arm(report))
     report["card"] = report_card(pipeline.stages, pairs, folders[first.seed], base.source)
-    report["seconds"] = round(time.perf_counter() - began, 1)
+    # of a run that was interrupted, the sum of its parts
+    seconds = max(time.perf_counter() - began, sum(report["timing"].values()))
+    report["seconds"] = round(seconds, 1)
     return finish(report, out, say)
 
 

@@ -85,6 +85,13 @@ def contestants(
     on an equal footing.
     """
     entrants = {}
+    overrides = overrides if isinstance(overrides, Mapping) else [*overrides]
+    for setting in overrides:
+        if setting.startswith("evaluation."):
+            raise InputError(
+                f"{setting.partition('=')[0]}: a tournament has its own evaluation; set --heldout "
+                "and --every"
+            )
     for given in recipes:
         recipe = override(
             given if isinstance(given, Recipe | Pipeline) else load_recipe(given), overrides
@@ -94,11 +101,6 @@ def contestants(
                 raise InputError(
                     f"two different contestants are called `{name}`; rename one of "
                     "them in its TOML file"
-                )
-            if name in ("base", "bm25", "runs") or re.fullmatch(r"seed-\d+", name):
-                raise InputError(
-                    f"a contestant cannot be called `{name}`: the name is reserved; rename it in "
-                    "its TOML file"
                 )
     if not entrants:
         raise InputError("no contestants: name at least one recipe")
