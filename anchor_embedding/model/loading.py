@@ -414,7 +414,7 @@ def add_lora(
     ),
 ) -> CausalDecoder:
     """Add LoRA adapters and freeze everything else. Raises `InputError` if no module has such a
-    name.
+    name, or it is the vocabulary's.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -432,10 +432,24 @@ def add_lora(
         raise InputError(
             f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}"
         ) from error
+    if adapted := _adapted_vocabulary(decoder):
+        raise InputError(
+            f"lora_targets {targets} put an adapter on {adapted}, which the losses would not see: "
+            'name maps of the layers only, or train everything with tuning = "full"'
+        )
     fuse_lora(decoder.model)
     return decoder
 
 # %% ../../nbs/model/55_loading.ipynb #e55691e5
+def _adapted_vocabulary(decoder: CausalDecoder) -> str:
+    "The parts of the vocabulary that have a LoRA adapter, in words; empty if none has."
+    parts = {
+        "the vocabulary head": decoder.head,
+        "the token embeddings": decoder.causal_lm.get_input_embeddings(),
+    }
+    return " and ".join(name for name, module in parts.items() if hasattr(module, "lora_A"))
+
+
 def halve_frozen(decoder: CausalDecoder) -> CausalDecoder:
     """If matrix products are in bfloat16, split the frozen maps as `split_frozen` does; float32
     products and merged weights stay exact.
@@ -472,4 +486,10 @@ def _load_adapter(folder, dtype, device, compute_dtype):
     decoder.model = load_adapter(
         _loaded(decoder.model, get_peft_model, peft_config=config), weights, folder
     )
+    adapted = _adapted_vocabulary(decoder)
+    if adapted and decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight:
+        raise InputError(
+            f"the adapter in {str(folder)!r} changes {adapted}, but in its base both share one "
+            "weight, so merging it would change the other too; train an adapter of the layers only"
+        )
     return merge_lora(decoder).eval()
