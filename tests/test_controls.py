@@ -147,6 +147,14 @@ def test_what_makes_no_sense_is_refused(base):
         ({"anchor": "shuffled", "target": "itself"}, "cannot be combined with `target`"),
         ({"anchor": "shuffled", "batch_size": 1}, "shuffled among the pairs of a batch"),
         ({"anchor": "mixed"}, "must be one of own, shuffled"),
+        (
+            {"objective": "contrasted_reconstruction", "anchor": "shuffled"},
+            "cannot be combined with the contrastive term",
+        ),
+        (
+            {"objective": "distilled_reconstruction", "teacher": "-", "anchor": "shuffled"},
+            "cannot be combined with a teacher",
+        ),
         ({"objective": "language_model", "attention": "bidirectional"}, "reads causally"),
         ({"objective": "language_model", "anchor": "shuffled"}, "`anchor` belongs to objective"),
     ]:

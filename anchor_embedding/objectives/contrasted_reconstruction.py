@@ -62,6 +62,11 @@ class ContrastedReconstruction(Reconstruction):
                 f"`batch_size` = {recipe.batch_size}: the contrastive term needs at least 2 "
                 "pairs in a batch"
             )
+        if self.anchor == "shuffled":
+            yield (
+                "`anchor` = 'shuffled' cannot be combined with the contrastive term, which would "
+                "learn from wrong pairs: leave `anchor` out, or take `objective` = 'reconstruction'"
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Those of both terms; neither uses the other's encode pass."

@@ -120,6 +120,11 @@ class DistilledReconstruction(Reconstruction):
             )
         if self.first_weight != 1:
             yield "`first_weight`: a distilled decoder counts every token once; leave it out"
+        if self.anchor == "shuffled":
+            yield (
+                "`anchor` = 'shuffled' cannot be combined with a teacher, which would read the "
+                "wrong source too: leave `anchor` out, or take `objective` = 'reconstruction'"
+            )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Those of Stage I, and the teacher's sequences among the encoded ones."
