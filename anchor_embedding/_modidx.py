@@ -2236,6 +2236,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                       'anchor_embedding/objectives/reconstruction.py'),
                                                             'anchor_embedding.objectives.reconstruction.Reconstruction.encode': ( 'objectives/reconstruction.html#reconstruction.encode',
                                                                                                                                   'anchor_embedding/objectives/reconstruction.py'),
+                                                            'anchor_embedding.objectives.reconstruction.Reconstruction.end_of': ( 'objectives/reconstruction.html#reconstruction.end_of',
+                                                                                                                                  'anchor_embedding/objectives/reconstruction.py'),
                                                             'anchor_embedding.objectives.reconstruction.Reconstruction.exchanges_pairs': ( 'objectives/reconstruction.html#reconstruction.exchanges_pairs',
                                                                                                                                            'anchor_embedding/objectives/reconstruction.py'),
                                                             'anchor_embedding.objectives.reconstruction.Reconstruction.measured': ( 'objectives/reconstruction.html#reconstruction.measured',

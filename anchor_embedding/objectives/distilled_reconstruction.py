@@ -96,7 +96,7 @@ class DistilledReconstruction(Reconstruction):
         if not sum(counts):
             return no_targets(decoder, anchors).expand(len(counts))
         flat = [body for direction in bodies for body in direction]
-        eos_id = batch.queries[0].ids[-1]
+        eos_id = self.end_of(batch.queries[0])
         states, targets = decode_states(
             decoder, anchors, flat, self.before, self.input_dropout, eos_id
         )

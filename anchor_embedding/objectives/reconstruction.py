@@ -21,7 +21,7 @@ from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
 from ..model.packing import PackedBatch, pack
 from ..model.ranks import agreed_parts, gather_rows, global_sum, sync_gradients
-from ..model.text import TextTokenizer, opening_ids
+from ..model.text import TextTokenizer, TokenizedText, opening_ids
 from ..model.vocabulary import bag_loss, vocabulary_loss
 from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
 from .objective import SIDES, Objective, PairTokens, TextLengths
@@ -276,6 +276,7 @@ class Reconstruction(Anchored, TokenMeans):
     # shuffled: a control, every text is decoded from the anchor of another pair
     anchor: Literal["own", "shuffled"] = "own"
     before: tuple[int, ...] = given(())  # token ids in front of every slot; see `opening_ids`
+    eos_id: int | None = given(None)  # None: the last id of a text
 
     name: ClassVar[str] = "reconstruction"
     title: ClassVar[str] = "reconstruction"
@@ -287,8 +288,9 @@ class Reconstruction(Anchored, TokenMeans):
         return self.anchor == "shuffled"
 
     def prepared(self, tokenizer: TextTokenizer) -> "Reconstruction":
-        "The same objective with the token ids of its opening."
-        return replace(self, before=opening_ids(self.decode_opening, tokenizer.template))
+        "The same objective with the token ids of its opening and of EOS."
+        before = opening_ids(self.decode_opening, tokenizer.template)
+        return replace(self, before=before, eos_id=tokenizer.eos_id)
 
     def measured(self) -> "Reconstruction":
         "See `Anchored.measured`."
@@ -309,11 +311,16 @@ class Reconstruction(Anchored, TokenMeans):
         bags = {f"bag_{name}": self.bag_weight * weight for name, weight in directions.items()}
         return directions | bags
 
+    def end_of(self, text: TokenizedText) -> int:
+        "The id of EOS. A text's last id is another one where its EOS was cut off."
+        return text.ids[-1] if self.eos_id is None else self.eos_id
+
     def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
         "Target tokens of every text of every direction."
         texts = (getattr(batch, SIDES[name][1]) for name in directions)
         bodies = [
-            [t.body + t.ids[-1:] if self.predict_eos else t.body for t in side] for side in texts
+            [t.body + [self.end_of(t)] if self.predict_eos else t.body for t in side]
+            for side in texts
         ]
         return [[body[: self.target_tokens or None] for body in side] for side in bodies]
 
@@ -347,7 +354,7 @@ class Reconstruction(Anchored, TokenMeans):
     ) -> torch.Tensor:
         "(len(directions),) sums of -log p: the second pass."
         first = {"first_tokens": self.first_tokens, "first_weight": self.first_weight}
-        noise = {"input_dropout": self.input_dropout, "eos_id": batch.queries[0].ids[-1]}
+        noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
         return decode_sums(
             decoder, anchors, self.bodies(batch, directions), self.before, **noise, **first
         )
