@@ -56,9 +56,12 @@ def decode_batch(
     return DecodeBatch(inputs, inputs.first + len(before), targets, scored, of)
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #eb9941ec
-def dropped(inputs: PackedBatch, share: float, stand_in: int) -> PackedBatch:
-    "The same inputs, each token replaced by `stand_in` with probability `share`."
+def dropped(inputs: PackedBatch, share: float, stand_in: int, kept: int = 0) -> PackedBatch:
+    """The same inputs, each token replaced by `stand_in` with probability `share`, except the first
+    `kept` of every sequence.
+    """
     lost = torch.rand(inputs.num_tokens, device=inputs.ids.device) < share
+    lost &= inputs.positions >= kept
     return replace(inputs, ids=inputs.ids.masked_fill(lost, stand_in))
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #9141c45f
@@ -67,14 +70,14 @@ def decode_states(
     anchors: torch.Tensor,  # (m, d), one per body, direction after direction
     bodies: Sequence[Sequence[int]],  # m lists of target tokens, at least one not empty
     before: Sequence[int] = (),  # token ids in front of every slot, unscored; see `opening_ids`
-    # share of the decoder's input tokens that are replaced by `eos_id`, in training only
+    # share of the input tokens after the slot that are replaced by `eos_id`, in training only
     input_dropout: float = 0.0,
     eos_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (S, d) states, (S,) int64: the tokens they predict
     "The decode pass: the hidden states that predict the targets of every body."
     batch = decode_batch(bodies, decoder.device, before)
     drop = input_dropout if decoder.training else 0.0
-    inputs = dropped(batch.inputs, drop, eos_id) if drop else batch.inputs
+    inputs = dropped(batch.inputs, drop, eos_id, len(before)) if drop else batch.inputs
     states = decoder.decode(anchors[batch.of], inputs, batch.slots)[batch.scored]
     return states, batch.targets
 
