@@ -19,6 +19,7 @@ from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
+from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.train.loop import learning_rate
@@ -273,3 +274,16 @@ def test_the_rate_rises_to_its_top_and_falls_until_the_end_of_the_schedule(base,
     recipe = small(base, pairs, steps=6, warmup_steps=2, learning_rate=8e-3, schedule_steps=10)
     rates = [learning_rate(recipe, step) for step in range(6)]
     assert rates == pytest.approx([4e-3, 8e-3, 8e-3, 7e-3, 6e-3, 5e-3])
+
+
+def test_texts_beyond_the_context_are_refused_in_training_and_when_they_come(
+    base, examples, pairs, tmp_path
+):
+    """The base has 1,024 positions; only texts that need more are refused when it encodes."""
+    message = "needs 1025 positions, .* has 1024; lower max_length"
+    with pytest.raises(InputError, match=f"max_length = 1025 {message}"):
+        train(small(base, pairs, max_length=1025), tmp_path / "run", examples, say=quiet)
+    embedder = load_embedder(base, max_length=1025)
+    assert embedder.encode(["a few words"]).shape == (1, embedder.dimension)
+    with pytest.raises(InputError, match=f"a text {message}"):
+        embedder.encode(["a few words", "word " * 2000])

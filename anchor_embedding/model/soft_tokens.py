@@ -7,7 +7,6 @@ __all__ = ['MIX_LOGITS', 'STEP_POOLINGS', 'SoftTokens', 'vocabulary_mix', 'Prefi
            'add_pause_tokens', 'pause_token', 'pool_steps', 'refine']
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #9ba48556
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..common.errors import InputError
-from .decoder import CausalDecoder
+from .decoder import CausalDecoder, context_of
 from .packing import PackedBatch, packed_attention
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #ec4c7210
@@ -233,7 +232,7 @@ def _attend_blocks(query, blocks, visible, scale, dropout):
 # %% ../../nbs/model/65_soft_tokens.ipynb #de776b24
 def check_context(decoder: CausalDecoder, longest: int, steps: int) -> None:
     "Raise `InputError` if `longest` tokens and `steps` soft tokens exceed the model's context."
-    context = getattr(decoder.causal_lm.config, "max_position_embeddings", math.inf)
+    context = context_of(decoder)
     if longest + steps > context:
         raise InputError(
             f"{longest} tokens and {steps} refinement steps exceed the model's "

@@ -17,7 +17,7 @@ from ..common.errors import InputError
 from ..common.settings import Share, given
 from ..data.batches import TokenBatch
 from ..model.base import resolve_base
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, check_positions
 from ..model.loading import load_decoder, load_tokenizer
 from ..model.text import TextTokenizer
 from ..model.vocabulary import taught_loss, vocabulary_loss
@@ -69,7 +69,9 @@ class DistilledReconstruction(Reconstruction):
     def taught_states(
         self, teacher: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
     ) -> torch.Tensor:
-        "(S, d'): the teacher's states for every target, after the source text."
+        """(S, d'): the teacher's states for every target, after the source text. Raises
+        `InputError` for two texts that are longer together than the teacher's context.
+        """
         inputs = []
         numbers = []
         targets = self.bodies(batch, directions)
@@ -78,6 +80,8 @@ class DistilledReconstruction(Reconstruction):
                 if target:
                     inputs.append([*self.before, *source.body, *self.between, *target[:-1]])
                     numbers.append(len(target))
+        longest = max(map(len, inputs))
+        check_positions(teacher, longest, "for the teacher, a text after its counterpart's text")
         with torch.no_grad():
             return teacher(last_states, inputs, numbers)
 

@@ -14,7 +14,7 @@ import torch
 
 from ..common.settings import Share, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, check_positions
 from ..model.text import TextTokenizer
 from ..model.vocabulary import vocabulary_loss
 from .ceiling import last_states
@@ -52,7 +52,9 @@ class LanguageModel(TokenMeans):
         ]
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
-        "(len(names),) sums of -log p: one pass over both directions."
+        """(len(names),) sums of -log p: one pass over both directions. Raises `InputError` for two
+        texts that are longer together than the model's context.
+        """
         pairs = []
         for name in names:
             sources, targets = (getattr(batch, side) for side in DIRECTIONS[name])
@@ -60,6 +62,8 @@ class LanguageModel(TokenMeans):
                 (source.body, target.body) for source, target in zip(sources, targets, strict=True)
             ]
         inputs = [[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs]
+        longest = max(map(len, inputs))
+        check_positions(decoder, longest, "a text after its counterpart's whole text")
         targets = [token for _, target in pairs for token in target]
         targets = torch.tensor(targets, dtype=torch.int64).to(decoder.device, non_blocking=True)
         counts = self.counts(batch, names)

@@ -40,7 +40,7 @@ from anchor_embedding.embed.embedder import (
     read_tokenizer,
 )
 from ..model.bidirectional import set_attention
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, check_positions
 from anchor_embedding.model.loading import (
     add_lora,
     check_head,
@@ -321,6 +321,7 @@ def prepare_embedder(
     full = recipe.tuning == "full"
     weights = str(start) if start and full else base.path
     decoder = load_decoder(weights, torch.float32, device, dtype)
+    check_positions(decoder, recipe.max_length, f"max_length = {recipe.max_length}")
     decoder = set_attention(decoder, recipe.attention)
     if not full:
         torch.manual_seed(recipe.seed)
