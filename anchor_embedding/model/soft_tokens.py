@@ -164,6 +164,7 @@ class PrefixCache:
         self.batch = batch
         self.prefix = {}
         self.soft = {}
+        self.recorded = 0  # calls of `record`
         self.lengths = batch.last - batch.first + 1  # (n,)
         slots = torch.arange(max(batch.lengths), device=self.lengths.device)
         self.index = (batch.first[:, None] + slots).clamp(max=batch.num_tokens - 1)  # (n, longest)
@@ -177,7 +178,8 @@ class PrefixCache:
 
     def record(self, module, query, key, value, scaling, dropout, window, softcap):
         "(1, T, H, D): the attention of the packed texts; stores their keys and values."
-        # under activation checkpointing every layer calls this a second time
+        self.recorded += 1
+        # under activation checkpointing every layer calls this again in the backward pass
         self.prefix.setdefault(module.layer_idx, (self._rows(key), self._rows(value)))
         self.soft.setdefault(module.layer_idx, {})
         bounds = {"cu_seqlens": self.batch.cu_seqlens, "lengths": self.batch.lengths}
@@ -255,7 +257,7 @@ def soft_states(
     tokens: SoftTokens,
 ) -> torch.Tensor:  # (n, K, d)
     """States at the soft tokens of every text. Raises `InputError` if they exceed the model's
-    context, or the model reads in both directions.
+    context, the model reads in both directions, or a layer computes attention more than once.
     """
     if decoder.attention != "causal":
         raise InputError(
@@ -266,6 +268,12 @@ def soft_states(
     cache = PrefixCache(batch)
     states = []
     state = _pass(decoder, batch.positions, cache.record, input_ids=batch.ids)[batch.last]
+    if cache.recorded != len(cache.prefix):
+        raise InputError(
+            f"soft tokens need one attention in every layer, but {len(cache.prefix)} layers of "
+            f"{type(decoder.causal_lm).__name__} compute {cache.recorded}: take another objective "
+            "than 'refinement', or another base"
+        )
     for step in range(tokens.steps):
         token = _next_token(decoder, tokens, state, step)
         state = _pass(
