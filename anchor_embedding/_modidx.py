@@ -2930,6 +2930,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan._range': ( 'train/plan.html#_range',
                                                                                      'anchor_embedding/train/plan.py'),
+                                             'anchor_embedding.train.plan._shares_with': ( 'train/plan.html#_shares_with',
+                                                                                           'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan._short': ( 'train/plan.html#_short',
                                                                                      'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan.activation_bytes': ( 'train/plan.html#activation_bytes',

@@ -388,12 +388,20 @@ class Contrastive(ContrastiveLoss):
             )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "Query, positive and hard negatives, each with its soft tokens."
-        texts = self.read(lengths.query, *(lengths.document,) * (1 + self.hard_negatives))
+        """Query, positive and hard negatives, each with its soft tokens. Of a number of negatives
+        that is not whole, the rest is a part of a document.
+        """
         soft = self.soft_tokens.steps if self.soft_tokens else 0
-        both = {"query": lengths.query, "document": lengths.document}
+        texts = self.read(lengths.query, lengths.document)
+        query, document = (length + soft for length in texts)
+        whole = int(lengths.negatives)
+        rest = lengths.negatives - whole
+        negatives = (document,) * whole + ((rest * document,) if rest else ())
         return PairTokens(
-            **both, negatives=self.hard_negatives, encoded=tuple(length + soft for length in texts)
+            query=lengths.query,
+            document=lengths.document,
+            negatives=lengths.negatives,
+            encoded=(query, document, *negatives),
         )
 
     def competitors(self, batch_size: int, most_negatives: int) -> str:

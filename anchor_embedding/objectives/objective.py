@@ -29,6 +29,7 @@ class TextLengths:
     query_body: float  # its own tokens
     document_body: float  # its own tokens
     opening: float  # tokens in front of a body
+    negatives: float = 0  # hard negatives of a pair that the objective uses, each a document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class PairTokens:
 
     query: float  # encoded, with template and instruction
     document: float  # encoded, with template
-    negatives: int = 0  # documents in addition to the positive
+    negatives: float = 0  # documents in addition to the positive
     encoded: tuple[float, ...]  # lengths of the sequences of the encode pass
     decoded: tuple[float, ...] = ()  # lengths of the sequences of the decode pass
     scored: float = 0  # tokens in the vocabulary loss

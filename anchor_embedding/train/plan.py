@@ -99,8 +99,10 @@ def measured_lengths(
     sample: int = 1000,  # pairs
     # tokens to which every query and every document is cut
     room: tuple[float, float] = (math.inf, math.inf),
-) -> dict[str, float]:  # for `mean_lengths`
-    "Mean tokens of queries and documents in a fixed random sample. `InputError` if it is empty."
+) -> dict[str, float | list[float]]:  # for `mean_lengths`
+    """Mean tokens of queries and documents in a fixed random sample, and the shares of its pairs
+    that have at least 1, 2, … negatives. `InputError` if it is empty.
+    """
     rows = [
         examples[i]
         for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))
@@ -117,7 +119,14 @@ def measured_lengths(
     return {
         "query": mean([row.query for row in rows], room[0]),
         "document": mean([row.positive for row in rows], room[1]),
+        "negatives": _shares_with([len(row.negatives) for row in rows]),
     }
+
+
+def _shares_with(numbers):
+    "The shares of some numbers that are at least 1, 2, … up to the largest."
+    at_least = range(1, max(numbers) + 1)
+    return [sum(number >= least for number in numbers) / len(numbers) for least in at_least]
 
 # %% ../../nbs/train/20_plan.ipynb #9771e45d
 def _local_tokenizer(base: str):
@@ -139,8 +148,8 @@ def lengths_of(
     recipe: Recipe,
     examples: Sequence,  # pairs, for example an `ExampleStore`
     tokenizer: Callable,  # of transformers, the base's
-) -> dict[str, float]:  # for `mean_lengths`
-    "Mean tokens of pairs, cut to the recipe's `max_length`, and of its template."
+) -> dict[str, float | list[float]]:  # for `mean_lengths`
+    "Mean tokens of pairs, cut to the recipe's `max_length`, and of its template; see above."
     from anchor_embedding.model.text import make_template
 
     template = make_template(tokenizer, recipe.template, recipe.eos_token or None)
@@ -158,7 +167,9 @@ def _has_data(recipe):
     return recipe.data == "docstrings" or Path(recipe.data).exists()
 
 
-def lengths_at_hand(recipe: Recipe) -> dict[str, float] | None:  # for `mean_lengths`
+def lengths_at_hand(
+    recipe: Recipe,
+) -> dict[str, float | list[float]] | None:  # for `mean_lengths`
     """Mean tokens of a recipe's own data and template; None if the data or the base's tokenizer is
     not on this machine.
     """
@@ -199,16 +210,20 @@ def _completed_lengths(recipe, given) -> dict[str, float]:
 # %% ../../nbs/train/20_plan.ipynb #342828b5
 def pair_tokens(
     recipe: Recipe,
-    mean_lengths: Mapping[str, float] | None = None,  # replaces those of `MEAN_LENGTHS`
+    # replaces those of `MEAN_LENGTHS`; "negatives": see `measured_lengths`
+    mean_lengths: Mapping[str, float | Sequence[float]] | None = None,
 ) -> PairTokens:
     "Mean tokens of one pair. Raises `InputError` for an unknown name or a negative length."
-    for key, value in (mean_lengths or {}).items():
+    given = dict(mean_lengths or {})
+    taken = recipe.objective.hard_negatives
+    shares = given.pop("negatives", None)
+    for key, value in given.items():
         if key not in MEAN_LENGTHS or not 0 <= value < math.inf:
             raise InputError(
                 f"mean length {key!r} = {value!r}: give numbers of tokens for "
                 f"{', '.join(MEAN_LENGTHS)}"
             )
-    mean = _completed_lengths(recipe, dict(mean_lengths or {}))
+    mean = _completed_lengths(recipe, given)
     instruction = mean["instruction"] if recipe.instructions != "none" else 0
     query = min(recipe.max_length, mean["query"] + mean["template"] + instruction)
     document = min(recipe.max_length, mean["document"] + mean["template"])
@@ -218,6 +233,7 @@ def pair_tokens(
         query_body=query - mean["template"] - instruction,
         document_body=document - mean["template"],
         opening=mean["opening"],
+        negatives=taken if shares is None else sum(shares[:taken]),
     )
     return recipe.objective.pair_tokens(lengths)
 
@@ -251,7 +267,7 @@ def step_flops(
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     soft = recipe.objective.soft_tokens
-    reads = pairs * len(tokens.encoded) * soft.steps if soft and soft.kind == "mixture" else 0
+    reads = pairs * (2 + tokens.negatives) * soft.steps if soft and soft.kind == "mixture" else 0
     return {
         "forward": forward,
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
@@ -531,7 +547,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:  # question → answer
     gigabytes = {name: f"{size / 1e9:.1f} {name}" for name, size in parts.items() if size >= 5e7}
     share = "–".join(f"{100 * share:.0f}" for share in SHARE_OF_PEAK)
     lengths = f"query {tokens.query:.0f}, document {tokens.document:.0f}" + (
-        f", {tokens.negatives} negative(s)" if tokens.negatives else ""
+        f", {tokens.negatives:.2g} negative(s)" if tokens.negatives else ""
     )
     return {
         "model": f"{plan.source}: {plan.shape.parameters:,} parameters, "
@@ -627,7 +643,7 @@ class PipelinePlan:
 
 # %% ../../nbs/train/20_plan.ipynb #d9f783ae
 def choice_in_words(asked: Recipe, made: Recipe) -> str:
-    "The values that `made` has where `asked` has \"auto\", in words; \"\" if there are none."
+    'The values that `made` has where `asked` has "auto", in words; "" if there are none.'
     return ", ".join(
         f"{key} {json.dumps(getattr(made, key))}"
         for key in AUTOMATIC
@@ -657,7 +673,8 @@ def plan(
     recipe: Recipe | Pipeline | str,  # a recipe, a pipeline, or the name of a shipped one
     processes: int = 1,  # one per GPU
     gpus: Sequence[str] | None = None,  # kinds of GPU to plan for; None: all of `GPUS`
-    mean_lengths: Mapping[str, float] | None = None,  # replaces those of `MEAN_LENGTHS`
+    # replaces those of `MEAN_LENGTHS`; "negatives": see `measured_lengths`
+    mean_lengths: Mapping[str, float | Sequence[float]] | None = None,
     shape: ModelShape | None = None,  # of a base that `find_shape` does not find
     measure: bool = False,  # measure the lengths of the recipe's data if it is on this machine
 ) -> Plan | PipelinePlan:
