@@ -73,6 +73,10 @@ class ContrastedReconstruction(Reconstruction):
         own = super().pair_tokens(lengths)
         return replace(own, encoded=own.encoded + self.read(lengths.query, lengths.document))
 
+    def read_twice(self, tokens: PairTokens) -> tuple[float, ...]:
+        "The query and the document of the contrastive term."
+        return tokens.encoded[-2:]
+
     def competitors(self, batch_size: int, most_negatives: int) -> str:
         "In-batch positives."
         return (

@@ -97,6 +97,12 @@ class Objective(Checked):
         "The lengths of the sequences that a pair becomes."
         raise NotImplementedError
 
+    def read_twice(self, tokens: PairTokens) -> tuple[float, ...]:
+        """Of `tokens.encoded`, the sequences that GradCache reads twice if a batch is split, which
+        its micro-batches are made of.
+        """
+        return tokens.encoded if self.compares_texts else ()
+
     def conflicts(self, recipe) -> Iterator[str]:
         """Conflicts of these settings with those of a recipe (`batch_size`, `attention`, `pooling`,
         `token_budget`), each as a message.

@@ -257,13 +257,15 @@ def step_flops(
     "Floating-point operations of one step."
     full = recipe.tuning == "full"
     pairs = recipe.batch_size
+    adapted = 0 if full else 2 * pairs * trained_parameters(recipe, shape)  # a token
     maps, attention = (pairs * x for x in forward_flops(shape, (*tokens.encoded, *tokens.decoded)))
-    adapters = 0 if full else 2 * pairs * tokens.total * trained_parameters(recipe, shape)
+    adapters = adapted * tokens.total
     forward = maps + attention + adapters
-    own = pairs / processes
-    at_once = max(1, recipe.token_budget // sum(tokens.encoded))  # pairs
+    twice = recipe.objective.read_twice(tokens)
+    at_once = max(1, recipe.token_budget // max(1, sum(twice)))  # pairs
     # all but the first micro-batch
-    again = recipe.objective.compares_texts * max(0.0, 1 - at_once / own)
+    again = max(0.0, 1 - at_once * processes / pairs) if twice else 0.0
+    first_pass = pairs * sum(forward_flops(shape, twice)) + adapted * sum(twice)
     last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
     soft = recipe.objective.soft_tokens
@@ -272,7 +274,7 @@ def step_flops(
         "forward": forward,
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
         "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
-        "first pass of GradCache": forward * again,
+        "first pass of GradCache": first_pass * again,
         "vocabulary loss": head * (3 if full else 2),
         "soft tokens": 2 * reads * shape.embeddings * ((7 if full else 5) + 2 * again),
     }
