@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['MEAN_LENGTHS', 'CHUNK_LOGITS', 'GPUS', 'SHARE_OF_PEAK', 'FREE', 'find_shape', 'lora_maps', 'trained_parameters',
-           'measured_lengths', 'lengths_of', 'lengths_at_hand', 'basis', 'pair_tokens', 'forward_flops', 'step_flops',
-           'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget',
-           'decide', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows', 'plan_text', 'plan_dict',
-           'PipelinePlan', 'choice_in_words', 'find_gpu', 'plan']
+           'sampled_rows', 'measured_lengths', 'lengths_of', 'lengths_at_hand', 'basis', 'pair_tokens', 'forward_flops',
+           'step_flops', 'layer_bytes', 'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row',
+           'largest_budget', 'decide', 'remedy', 'Plan', 'disk_bytes', 'verdicts', 'plan_title', 'plan_rows',
+           'plan_text', 'plan_dict', 'PipelinePlan', 'choice_in_words', 'find_gpu', 'plan']
 
 # %% ../../nbs/train/20_plan.ipynb #7e4673a4
 import html
 import json
 import math
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -93,40 +94,60 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
 MEAN_LENGTHS = {"query": 16, "document": 128, "instruction": 20, "template": 6, "opening": 5}
 
 # %% ../../nbs/train/20_plan.ipynb #5e7e21fa
+def sampled_rows(
+    number: int,  # of pairs
+    sample: int,
+    batches=None,  # a `BatchPlan` of these pairs
+) -> dict[int, float]:  # row → its weight; all weights together are 1
+    """A fixed random sample of pairs: of all of them alike, or as often as they are in the batches
+    of a plan.
+    """
+    rows = batches.rows if batches else {"": range(number)}
+    parts = batches.batches if batches else {"": 1}
+    weights = {}
+    for name, of_dataset in rows.items():
+        share = parts[name] / sum(parts.values())
+        size = min(len(of_dataset), max(1, round(sample * share)))
+        for place in random.Random(0).sample(range(len(of_dataset)), size):
+            weights[int(of_dataset[place])] = share / size
+    return weights
+
+
 def measured_lengths(
     examples: Sequence,  # with `query` and `positive`, for example an `ExampleStore`
     tokenizer: Callable,  # of transformers: texts → {"input_ids": …}
     sample: int = 1000,  # pairs
     # tokens to which every query and every document is cut
     room: tuple[float, float] = (math.inf, math.inf),
+    batches=None,  # see `sampled_rows`
 ) -> dict[str, float | list[float]]:  # for `mean_lengths`
     """Mean tokens of queries and documents in a fixed random sample, and the shares of its pairs
     that have at least 1, 2, … negatives. `InputError` if it is empty.
     """
-    rows = [
-        examples[i]
-        for i in random.Random(0).sample(range(len(examples)), min(sample, len(examples)))
-    ]
-    if not rows:
+    if not len(examples):
         raise InputError("there are no pairs to measure")
+    weights = sampled_rows(len(examples), sample, batches)
+    rows = [examples[row] for row in weights]
 
     def ids(texts):
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    def mean(texts, most):
-        return sum(min(len(text), most) for text in ids(texts)) / len(texts)
+    def mean(values):
+        # divided by the sum, so that equal weights give the plain mean to the last bit
+        return sum(map(math.prod, zip(weights.values(), values, strict=True))) / total
 
+    def length(texts, most):
+        return mean([min(len(text), most) for text in ids(texts)])
+
+    total = sum(weights.values())
+    numbers = [len(row.negatives) for row in rows]
     return {
-        "query": mean([row.query for row in rows], room[0]),
-        "document": mean([row.positive for row in rows], room[1]),
-        "negatives": _shares_with([len(row.negatives) for row in rows]),
+        "query": length([row.query for row in rows], room[0]),
+        "document": length([row.positive for row in rows], room[1]),
+        "negatives": [
+            mean([number > already for number in numbers]) for already in range(max(numbers))
+        ],
     }
-
-
-def _shares_with(numbers):
-    "The shares of some numbers that are at least 1, 2, … up to the largest."
-    at_least = range(1, max(numbers) + 1)
-    return [sum(number >= least for number in numbers) / len(numbers) for least in at_least]
 
 # %% ../../nbs/train/20_plan.ipynb #9771e45d
 def _local_tokenizer(base: str):
@@ -149,17 +170,33 @@ def lengths_of(
     examples: Sequence,  # pairs, for example an `ExampleStore`
     tokenizer: Callable,  # of transformers, the base's
 ) -> dict[str, float | list[float]]:  # for `mean_lengths`
-    "Mean tokens of pairs, cut to the recipe's `max_length`, and of its template; see above."
+    """`measured_lengths` of the pairs that a recipe trains on, as often as it takes each dataset,
+    cut to its `max_length`; and the tokens of its template.
+    """
     from anchor_embedding.model.text import make_template
 
     template = make_template(tokenizer, recipe.template, recipe.eos_token or None)
     added = len(template.header) + len(template.footer) + 1
     instruction = MEAN_LENGTHS["instruction"] if recipe.instructions != "none" else 0
     room = tuple(max(1, recipe.max_length - added - more) for more in (instruction, 0))
-    return measured_lengths(examples, tokenizer, room=room) | {
+    batches = _batches(recipe, examples)
+    return measured_lengths(examples, tokenizer, room=room, batches=batches) | {
         "template": added,
         "opening": len(template.opening),
     }
+
+
+def _batches(recipe, examples):
+    "The `BatchPlan` of a recipe; None if the pairs do not fill a batch, as a sample of them may."
+    from anchor_embedding.data.batches import BatchPlan, parse_sampling
+
+    datasets = getattr(examples, "rows", None)  # of an `ExampleStore`
+    if datasets is None:
+        datasets = [example.dataset for example in examples]
+    with warnings.catch_warnings(), suppress(InputError):
+        warnings.simplefilter("ignore")  # the run itself names a dataset that is left out
+        return BatchPlan(datasets, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
+    return None
 
 
 def _has_data(recipe):
