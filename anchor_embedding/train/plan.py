@@ -531,7 +531,8 @@ def disk_bytes(plan: Plan) -> dict[str, float]:  # "checkpoint", "result", "all"
     trained = trained_parameters(recipe, plan.shape)
     result = 4 * plan.shape.parameters
     checkpoint = 8 * trained + (4 * trained if recipe.tuning == "lora" else result)
-    written = (recipe.steps - 1) // recipe.checkpoint_every if recipe.checkpoint_every else 0
+    # one after the last step too
+    written = math.ceil(recipe.steps / recipe.checkpoint_every) if recipe.checkpoint_every else 0
     kept = min(written, recipe.keep_checkpoints or written)
     return {"checkpoint": checkpoint, "result": result, "all": kept * checkpoint + result}
 
