@@ -267,8 +267,8 @@ def pair_tokens(
     lengths = TextLengths(
         query=query,
         document=document,
-        query_body=query - mean["template"] - instruction,
-        document_body=document - mean["template"],
+        query_body=max(0, query - mean["template"] - instruction),
+        document_body=max(0, document - mean["template"]),
         opening=mean["opening"],
         negatives=taken if shares is None else sum(shares[:taken]),
     )
