@@ -424,24 +424,44 @@ def find_parts(
             f"({_FORMATS}, or a folder of them){near_path(path)}"
         )
     if not path.is_dir() and not path.is_file():
-        raise InputError(
-            f"{path}: is a pipe or a device, which can be read only once; give a file"
-        )
+        raise InputError(f"{path}: is a pipe or a device, which can be read only once; give a file")
     if (path / "corpus.jsonl").exists() or (path / "corpus.jsonl.gz").exists():
         return [_beir_part(path)]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return [_saved_part(path)]
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    readable = [
-        file for file in files if _suffix(file) and not file.name.startswith(".") and file.is_file()
-    ]
+    readable = [file for file in files if _is_readable(file)]
     if not readable and path.is_dir():
         raise InputError(
             f"{path}: no file in this folder can be read; put {_FORMATS} files into it"
         )
     if not readable:
         raise InputError(f"{path}: unknown kind of file; save it as one of {_FORMATS}")
+    _check_names(readable)
     return [_file_part(file) for file in readable]
+
+
+def _is_readable(file):
+    "Whether a file of a folder holds pairs. Raises `InputError` for one that cannot be read."
+    if not _suffix(file) or file.name.startswith(".") or file.is_dir():
+        return False
+    if not file.is_file():
+        fault = "is a link to a file that is not there" if file.is_symlink() else "is not a file"
+        raise InputError(f"{file}: {fault}; put the file in its place, or remove this one")
+    return True
+
+
+def _check_names(files):
+    "Raise `InputError` for two files of one dataset, which may be the same pairs twice."
+    by_dataset = {}
+    for file in files:
+        dataset = file.name[: -len(_suffix(file))]
+        other = by_dataset.setdefault(dataset, file)
+        if other != file:
+            raise InputError(
+                f"{file}: {other.name} beside it is the dataset {dataset!r} too; remove one of "
+                "them, or rename it if they hold different pairs"
+            )
 
 
 def not_read(source: str | os.PathLike) -> list[str]:  # names
