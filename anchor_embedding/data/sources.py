@@ -135,19 +135,26 @@ def csv_rows(
     opened: Callable = open_binary,  # opens the file
 ) -> Iterator[tuple[str, "dict | BadRow"]]:
     """(where, {column: text}) of the rows of a CSV file. Raises `InputError` when the header lacks
-    a column or the file is not UTF-8.
+    a column, the file is not UTF-8, or a broken row spans several lines, which may be rows.
     """
     try:
         with opened(path) as raw:
-            records = _csv_records(
-                csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
-            )
+            text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+            reader = csv.reader(text, strict=True)
+            records = _csv_records(reader)
             line, header = next(records, (0, None))
             if header is None:
                 return
             if fault := _header_fault(header, needed):
                 raise InputError(f"{path}:{line}: {fault}")
             for line, cells in records:
+                bad = isinstance(cells, BadRow) or len(cells) < len(header)
+                if bad and reader.line_num > line:
+                    raise InputError(
+                        f"{path}:{line}: a quoted cell of this row goes on to line "
+                        f"{reader.line_num}, and the row is broken; close the cell's quote and "
+                        "double the quotes inside it, or the rows in between are lost"
+                    )
                 if not isinstance(cells, BadRow) and len(cells) != len(header):
                     cells = BadRow(
                         f"{counted(len(cells), 'cell')}, but the header names {len(header)} "
