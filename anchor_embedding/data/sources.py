@@ -241,7 +241,11 @@ class _Texts:
             elif not isinstance(row, dict) or "_id" not in row:
                 yield where, BadRow('a row must be an object like {"_id": "…", "text": "…"}')
             elif str(row["_id"]) in self.places:
-                text = with_title(row, where).encode()
+                try:
+                    text = with_title(row, where).encode()
+                except InputError as error:
+                    yield where, BadRow(str(error).removeprefix(f"{where}: "))
+                    continue
                 self.places[str(row["_id"])] = (self.file.seek(0, os.SEEK_END), len(text))
                 self.file.write(text)
 
