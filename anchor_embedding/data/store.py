@@ -299,9 +299,10 @@ def _show_store(store):
 
 # %% ../../nbs/data/30_store.ipynb #e1508faa
 def _stamps(parts):
-    "[path, size, time of the last change] of every file. Raises `InputError`."
+    "[dataset, path, size, time of the last change] of every file. Raises `InputError`."
     stamps = []
-    for path in (path for part in parts for path in part.files):
+    files = [(part.dataset, path) for part in parts for path in part.files]
+    for dataset, path in files:
         try:
             status = path.stat()
         except OSError as error:
@@ -309,7 +310,8 @@ def _stamps(parts):
                 f"{path}: cannot be read ({error.strerror}); put the file back or "
                 "start again without it"
             ) from None
-        stamps.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+        # a link may get another name, that of a dataset, and lead to the same file
+        stamps.append([dataset, str(path.resolve()), status.st_size, status.st_mtime_ns])
     return stamps
 
 
@@ -373,7 +375,7 @@ class _CountedFile(io.FileIO):
 @contextmanager
 def counted_parts(parts, source, progress):
     "A context that yields a function to open files; reading from them advances a progress bar."
-    total = sum(size for _, size, _ in _stamps(parts))
+    total = sum(size for *_, size, _ in _stamps(parts))
     done = 0
     with progress_bar(
         total // 2**20,
