@@ -1102,6 +1102,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                  'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate._check_length': ( 'evaluate/candidate.html#_check_length',
                                                                                                             'anchor_embedding/evaluate/candidate.py'),
+                                                     'anchor_embedding.evaluate.candidate._lineage': ( 'evaluate/candidate.html#_lineage',
+                                                                                                       'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate._without_folders': ( 'evaluate/candidate.html#_without_folders',
                                                                                                                'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate.describe_loaded': ( 'evaluate/candidate.html#describe_loaded',

@@ -25,6 +25,7 @@ from anchor_embedding.evaluate.encoder import (
     trained_on,
 )
 from .prompts import PromptStyle, check_prompts
+from .scores import digest
 from ..model.base import resolve_base
 from ..model.loading import choose_device, choose_dtype, find_device
 from ..model.text import TextTokenizer
@@ -98,6 +99,22 @@ def _without_folders(recipe: dict) -> dict:
     return recipe | {key: path.name for key, path in paths.items() if path.is_absolute()}
 
 
+_OF_ONE_RUN = ("name", "description", "seed", "base", "data")
+
+
+def _lineage(cards: list[dict]) -> str:
+    """A hash that runs share if only the seed differs: of the base model, and of the settings and
+    the pairs of every stage.
+    """
+    stages = []
+    for card in cards:
+        recipe = card["recipe"]
+        settings = {key: value for key, value in recipe.items() if key not in _OF_ONE_RUN}
+        stages.append([settings, card.get("fingerprint", recipe["data"])])
+    base = cards[0].get("base_revision", cards[0]["recipe"]["base"])
+    return digest([base, stages])
+
+
 def describe_loaded(
     candidate: Candidate,
     loaded,  # by `load_model`
@@ -109,6 +126,8 @@ def describe_loaded(
     cards = [] if isinstance(model, Embedder) else find_cards(Path(model))
     training = trained_on(model) if cards else None
     about = {"recipe": _without_folders(cards[-1]["recipe"])} if cards else {}
+    if cards:
+        about["lineage"] = _lineage(cards)
     about["trained_on"] = None if training is None else sorted(training)
     revision = candidate.identity["revision"]
     if style is None:

@@ -177,15 +177,19 @@ def _recipe(scores, path) -> dict | None:
     return recipe
 
 
-def _identity(recipe: dict, seen: tuple = ()) -> dict:
+def _identity(recipe: dict, seen: tuple = ()) -> dict | None:
     """What two runs have in common that differ only in the seed: all settings except name,
-    description and seed, and the same for the run that it starts from.
+    description and seed, and the same for the run that it starts from. None if that run's folder
+    was left out of the recipe.
     """
     kept = {
         key: value for key, value in recipe.items() if key not in ("name", "description", "seed")
     }
-    earlier = Path(str(kept.get("base", ""))).parent / "recipe.toml"
-    if earlier.is_file() and earlier not in seen:
+    base = Path(str(kept.get("base", "")))
+    if re.fullmatch(r"final|step-\d+", str(base)):
+        return None
+    earlier = base.parent / "recipe.toml"
+    if len(base.parts) > 1 and earlier.is_file() and earlier not in seen:
         kept["base"] = _identity(_read_recipe(earlier), (*seen, earlier))
     return kept
 
@@ -228,12 +232,13 @@ def _group(named) -> dict[str, list[dict]]:
         recipe = _recipe(scores, path) or {}
         name = _label(scores, path)
         step = name.split()[-1] if "step-" in name else ""
-        key = json.dumps([_identity(recipe), _setting(scores), step], sort_keys=True)
+        method = scores.get("about", {}).get("lineage") or _identity(recipe)
+        key = json.dumps([method, _setting(scores), step], sort_keys=True)
         seed = recipe.get("seed", scores.get("seed"))
         for label, runs in groups.items():
             new_seed = seed not in [run["seed"] for run in runs]
             same_data = not any(_other_data(scores, run) for run in runs)
-            if recipe and keys[label] == key and new_seed and same_data:
+            if method and keys[label] == key and new_seed and same_data:
                 break
         else:
             numbered = (f"{name} ({number})" for number in count(2))
