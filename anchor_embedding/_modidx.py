@@ -698,6 +698,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'anchor_embedding/embed/encoders.py'),
                                                  'anchor_embedding.embed.encoders._tensor_revision': ( 'embed/encoders.html#_tensor_revision',
                                                                                                        'anchor_embedding/embed/encoders.py'),
+                                                 'anchor_embedding.embed.encoders._vocabulary': ( 'embed/encoders.html#_vocabulary',
+                                                                                                  'anchor_embedding/embed/encoders.py'),
                                                  'anchor_embedding.embed.encoders.encode_on': ( 'embed/encoders.html#encode_on',
                                                                                                 'anchor_embedding/embed/encoders.py'),
                                                  'anchor_embedding.embed.encoders.find_devices': ( 'embed/encoders.html#find_devices',

@@ -119,9 +119,26 @@ def _folder_revision(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 # %% ../../nbs/embed/20_encoders.ipynb #a63b3742
+def _vocabulary(tokenizer) -> dict:
+    "What turns a text into token ids: the rules of a fast tokenizer, the words of a slow one."
+    if not tokenizer.is_fast:
+        return tokenizer.get_vocab()
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    # each call of the tokenizer sets these two
+    return {key: rules[key] for key in rules if key not in ("truncation", "padding")}
+
+
 def _tensor_revision(embedder: Embedder) -> str:
-    "A hash of a model in memory and of the settings with which it reads texts."
+    """A hash of a model in memory: weights, configuration, tokenizer, and the settings with which
+    it reads texts.
+    """
     settings = [embedder.tokenizer.config(), embedder.pooling]
+    config = json.loads(embedder.decoder.causal_lm.config.to_json_string())
+    # saving a model adds the name of its class
+    settings.append({key: config[key] for key in config if key != "architectures"})
+    template = embedder.tokenizer.template
+    settings += [template.header, template.footer, template.eos_id]
+    settings.append(_vocabulary(embedder.tokenizer.tokenizer))
     if embedder.soft_tokens:
         settings.append(repr(embedder.soft_tokens))
     if embedder.decoder.attention != "causal":
@@ -138,7 +155,7 @@ def _tensor_revision(embedder: Embedder) -> str:
 def model_revision(
     model: str | os.PathLike | Embedder,  # a folder, a hub name, or a model in memory
 ) -> str:
-    "An identifier of these weights. Raises `InputError` if there is no such model."
+    "An identifier of this model. Raises `InputError` if there is no such model."
     if isinstance(model, Embedder):
         return _tensor_revision(model)
     if Path(model).is_dir():

@@ -75,7 +75,7 @@ def find_candidate(
     if max_length is not None:
         _check_length(model, style, max_length)
     if loaded:
-        compute_dtype = model.decoder.head.weight.dtype
+        compute_dtype = model.decoder.compute_dtype or model.decoder.head.weight.dtype
     else:
         device = choose_device() if device is None else find_device(device)
         compute_dtype = choose_dtype(dtype, device)[0]
