@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PART', 'MiningSettings', 'score_limit', 'choose_negatives', 'folded_hash', 'ListedDocuments', 'EncodedDocuments',
-           'Pool', 'read_pool', 'CosineScores', 'Bm25Scores', 'find_candidates', 'Mined', 'load_scorer', 'card_path',
-           'mine_negatives']
+           'Pool', 'read_pairs', 'read_pool', 'CosineScores', 'Bm25Scores', 'find_candidates', 'Mined', 'load_scorer',
+           'card_path', 'mine_negatives']
 
 # %% ../../nbs/embed/50_mining.ipynb #4053c9d4
 import copy
@@ -337,43 +337,56 @@ class Pool:
 
     def same_text(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         "The same for documents with the text of the query."
-        keys = self.queries[0][start:stop]
-        documents = self.documents[0]
-        places = np.minimum(np.searchsorted(documents, keys), len(documents) - 1)
-        rows = np.flatnonzero(documents[places] == keys)
-        return rows, places[rows]
+        places, found = _look_up(self.queries[0][start:stop], self.documents[0])
+        return np.flatnonzero(found), places[found]
+
+
+def _look_up(keys: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    "The places of keys in an ascending array, and whether each is in it."
+    places = np.minimum(np.searchsorted(among, keys), len(among) - 1)
+    return places, among[places] == keys
 
 
 def _document(example: Example, slot: int) -> str:
     return example.negatives[slot - 1] if slot else example.positive
 
 # %% ../../nbs/embed/50_mining.ipynb #699e9054
+def read_pairs(store: ExampleStore) -> np.ndarray:  # (n, 2) uint64
+    "The keys of the query and the positive of every row, in all datasets."
+    pairs = np.empty((len(store), 2), np.uint64)
+    for row, example in enumerate(store):
+        pairs[row] = folded_hash(example.query), folded_hash(example.positive)
+    return pairs
+
+
 def read_pool(
     store: ExampleStore,
     rows: np.ndarray,  # of one dataset
     corpus: ListedDocuments | EncodedDocuments,  # further documents
+    pairs: np.ndarray,  # see `read_pairs`
 ) -> Pool:
-    "The queries and documents of these rows."
+    """The queries and documents of these rows. A document is a positive of a query if any dataset
+    has them as a pair.
+    """
     queries = _Places()
     # the corpus first: a text that is also in a row counts as a text of the corpus
     documents = copy.deepcopy(corpus.places)
     query_keys = array("Q")
-    positive_keys = array("Q")
     for start in range(0, len(rows), 1024):
         part = rows[start : start + 1024]
         for row, example in zip(part.tolist(), store.take(part), strict=True):
             queries.add(example.query, row, 0)
             documents.add(example.positive, row, 0)
             query_keys.append(queries.keys[-1])
-            positive_keys.append(documents.keys[-1])
             for slot, text in enumerate(example.negatives, start=1):
                 documents.add(text, row, slot)
     queries = queries.different()
     documents = documents.different()
     query_of_row = np.searchsorted(queries[0], np.array(query_keys))
-    positive_of_row = np.searchsorted(documents[0], np.array(positive_keys))
-    pairs = np.unique(query_of_row * len(documents[0]) + positive_of_row)
-    positives = np.stack(np.divmod(pairs, len(documents[0])), axis=1)
+    asked, is_query = _look_up(pairs[:, 0], queries[0])
+    answers, is_document = _look_up(pairs[:, 1], documents[0])
+    numbers = np.unique((asked * len(documents[0]) + answers)[is_query & is_document])
+    positives = np.stack(np.divmod(numbers, len(documents[0])), axis=1)
     return Pool(store, corpus, corpus.texts, queries, documents, query_of_row, positives)
 
 # %% ../../nbs/embed/50_mining.ipynb #3ae0bb25
@@ -912,10 +925,11 @@ def _mine_all(
 ) -> dict[str, dict]:
     "Mine all datasets that are not finished yet; returns the figures of each."
     figures = {}
+    pairs = read_pairs(store)
     for number, (name, rows) in enumerate(store.rows.items()):
         finished = folder / f"{number}.json"
         if not finished.exists():
-            pool = read_pool(store, rows, extra)
+            pool = read_pool(store, rows, extra, pairs)
             own = folder / str(number)
             own.mkdir(exist_ok=True)
             negatives, counts = _mine_dataset(scorers[name], pool, settings, own, name, progress)
