@@ -351,12 +351,14 @@ def _document(example: Example, slot: int) -> str:
     return example.negatives[slot - 1] if slot else example.positive
 
 # %% ../../nbs/embed/50_mining.ipynb #699e9054
-def read_pairs(store: ExampleStore) -> np.ndarray:  # (n, 2) uint64
-    "The keys of the query and the positive of every row, in all datasets."
+def read_pairs(store: ExampleStore) -> np.ndarray:  # (2n, 2) uint64
+    """The keys of the query and the positive of every row, in all datasets, and the same in
+    reverse.
+    """
     pairs = np.empty((len(store), 2), np.uint64)
     for row, example in enumerate(store):
         pairs[row] = folded_hash(example.query), folded_hash(example.positive)
-    return pairs
+    return np.concatenate([pairs, pairs[:, ::-1]])
 
 
 def read_pool(
@@ -366,7 +368,7 @@ def read_pool(
     pairs: np.ndarray,  # see `read_pairs`
 ) -> Pool:
     """The queries and documents of these rows. A document is a positive of a query if any dataset
-    has them as a pair.
+    has them as a pair, in either order.
     """
     queries = _Places()
     # the corpus first: a text that is also in a row counts as a text of the corpus
