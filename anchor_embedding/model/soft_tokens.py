@@ -299,12 +299,14 @@ def add_pause_tokens(
     values: torch.Tensor | None = None,  # (K, d) trained earlier
 ) -> None:
     "Give the decoder K trainable vectors that replace soft tokens."
-    table = decoder.causal_lm.get_input_embeddings().weight
+    embeddings = decoder.causal_lm.get_input_embeddings()
+    table = embeddings.weight
     if values is None:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(steps, table.shape[1], generator=generator).to(table.device)
         values = table.detach().float()
         values = values.mean(0) + values.std(0) * noise
+        values = values * getattr(embeddings, "embed_scale", 1.0)
     decoder.pause_tokens = nn.Parameter(values.to(table.device, torch.float32))
     if decoder.head.weight is not table:
         decoder.head.requires_grad_(False)
