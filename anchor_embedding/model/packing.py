@@ -419,7 +419,8 @@ def _masked_rows(query, key, value, sees, scale, dropout, window, softcap, sinks
             "a padded pass under a mask of its own supports no capped scores, no "
             "sinks and no sliding window shorter than the texts"
         )
-    return masked_attention(query, key, value, sees, scale, dropout).transpose(1, 2)
+    out = masked_attention(query, key, value, sees, scale, dropout)
+    return out.transpose(1, 2).contiguous()
 
 # %% ../../nbs/model/20_packing.ipynb #8d96df45
 ATTENTION = "anchor_packed"
@@ -484,7 +485,7 @@ def packed_attention(
             if special
             else grouped_attention(*inputs)
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None  # some models call `view` on it
     run = _flash_attention if kernel == "flash-attn" else _torch_varlen
     reach = sliding_window - 1 if sliding_window else -1
     window = (reach, 0 if causal else reach)
