@@ -96,6 +96,7 @@ def token_budget_batches(
 
 # %% ../../nbs/model/20_packing.ipynb #5bfb4ae2
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for later calls, which may need it in a backward pass
 def _hidden(queries: int, keys: int, window: int | None, device) -> torch.Tensor:
     """(queries, keys) bool: True where a query must not see a key; the last query is at the
     position of the last key.
