@@ -492,4 +492,11 @@ def _load_adapter(folder, dtype, device, compute_dtype):
             f"the adapter in {str(folder)!r} changes {adapted}, but in its base both share one "
             "weight, so merging it would change the other too; train an adapter of the layers only"
         )
-    return merge_lora(decoder).eval()
+    try:
+        return merge_lora(decoder).eval()
+    except RuntimeError as error:
+        reason = _one_line(error).removesuffix(".")
+        raise InputError(
+            f"the adapter in {str(folder)!r} cannot be merged into its base: {reason}; train one "
+            "without it"
+        ) from error
