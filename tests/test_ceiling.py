@@ -140,7 +140,8 @@ def test_refused_in_one_line(base, pairs, tmp_path, capsys):
     single = tmp_path / "single.jsonl"
     single.write_text('{"query": "q", "positive": "p"}\n')
     long = tmp_path / "long.jsonl"
-    long.write_text((json.dumps({"query": PROSE * 2, "positive": PROSE * 2}) + "\n") * 2)
+    rows = [{"query": PROSE * 2 + end, "positive": PROSE * 2 + end} for end in ".!"]
+    long.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "'single' gives 1" in failure(capsys, base, "--data", pairs, single)
     assert "give at least two" in failure(capsys, base, "--data", pairs, "--pairs", 1)
     assert "give each dataset once" in failure(capsys, base, "--data", pairs, pairs)

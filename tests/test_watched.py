@@ -6,6 +6,7 @@ import json
 import pytest
 
 from anchor_embedding.data.batches import Instructions, tokenize_batch
+from anchor_embedding.data.examples import Example, draw_different
 from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.objectives.ceiling import anchor_ceiling, separator_ids
 from anchor_embedding.objectives.reconstruction import anchor_gain
@@ -72,7 +73,7 @@ def test_pairs_that_the_run_does_not_train_on(base, examples, tmp_path):
     data = make_data(stage, prepare_tokenizer(stage, stage.base), examples)
     trained = {row for step in range(3) for row in data.plan.step(step)}
     unseen = data.unseen(3, WATCHED)
-    watched = data.unseen(3, 8)
+    watched = draw_different([examples[row] for row in data.unseen(3, 16 * 8)], 8, stage.seed)
     assert (
         len(trained) == 24
         and set(unseen) == set(range(40)) - trained
@@ -80,7 +81,7 @@ def test_pairs_that_the_run_does_not_train_on(base, examples, tmp_path):
     )
     train(stage, tmp_path / "run", examples, progress=False, say=quiet)
     assert (
-        check(stage, tmp_path / "run", [examples[row] for row in watched])["watched"]
+        check(stage, tmp_path / "run", watched)["watched"]
         == "8 pairs that the run does not train on"
     )
 
@@ -94,7 +95,29 @@ def test_pairs_that_the_caller_holds_out(base, examples, tmp_path):
         say=quiet,
         heldout=examples[30:],
     )
-    assert check(recipe(base), tmp_path / "run", examples[30:38])["watched"] == "8 held-out pairs"
+    watched = draw_different(examples[30:], 8, recipe(base).seed)
+    assert check(recipe(base), tmp_path / "run", watched)["watched"] == "8 held-out pairs"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_no_two_watched_pairs_share_a_passage(base, examples, tmp_path, given):
+    alike = [
+        Example(f"{example.query} {n}", example.positive, (), dataset)
+        for dataset in ("a", "b")
+        for example in examples[:20]
+        for n in range(3)
+    ]
+    stage = recipe(base, steps=2)
+    heldout = alike if given else None
+    run = open_run(stage, tmp_path / "run", alike, say=quiet, heldout=heldout)
+    run.close()
+    assert len(run.watched) == len({pair.positive for pair in run.watched}) == 8
+    assert [pair.dataset for pair in run.watched] == sorted(pair.dataset for pair in run.watched)
+    assert run.watched != sorted(run.watched, key=alike.index)
+    same = [Example(f"{n}", "the passage") for n in range(12)]
+    run = open_run(stage, tmp_path / "same", examples, say=quiet, heldout=same)
+    run.close()
+    assert run.watched == [] and "too few different pairs" in run.card["watched"]
 
 
 def test_processes_share_the_pairs_that_are_watched(base, examples, tmp_path):

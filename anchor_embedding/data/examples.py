@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVES', 'Example', 'raw_negatives', 'with_title', 'examples_in', 'fingerprint_line',
-           'fingerprint']
+           'fingerprint', 'without_shared_texts', 'draw_different']
 
 # %% ../../nbs/data/10_examples.ipynb #1da2b15a
 import hashlib
 import json
+import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..common.errors import InputError
@@ -150,3 +151,30 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         digest.update(fingerprint_line(example))
     return digest.hexdigest()[:16]
+
+# %% ../../nbs/data/10_examples.ipynb #7b1f02a2
+def without_shared_texts(examples: Iterable[Example]) -> list[Example]:
+    "The pairs whose query and positive are in no pair before them."
+    seen = set()
+    kept = []
+    for example in examples:
+        texts = {example.query, example.positive}
+        if seen.isdisjoint(texts):
+            kept.append(example)
+            seen |= texts
+    return kept
+
+
+def draw_different(
+    examples: Sequence[Example],
+    number: int,  # of pairs, at most
+    seed: int | str,
+) -> list[Example]:
+    "A random sample of pairs of which no two share a query or a positive, in random order."
+    size = min(number, len(examples))
+    while True:
+        rows = random.Random(seed).sample(range(len(examples)), size)
+        kept = without_shared_texts(examples[row] for row in rows)
+        if len(kept) >= number or size == len(examples):
+            return kept[:number]
+        size = min(4 * size, len(examples))

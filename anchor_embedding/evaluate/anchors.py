@@ -14,7 +14,7 @@ import torch
 
 from ..common.errors import InputError
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
-from ..data.examples import Example
+from ..data.examples import Example, without_shared_texts
 from .retrieval import mean_cosine
 from ..model.decoder import CausalDecoder
 from ..model.loading import check_head
@@ -95,18 +95,20 @@ def anchors_of(
 class HeldoutAnchors:
     "Loss, gain and spread of the anchors of held-out pairs; called with an embedder."
 
-    pairs: Mapping[str, Sequence[Example]]  # dataset → its pairs, at least two each
+    # dataset → its pairs, at least two each, without those that share a text with one before
+    pairs: Mapping[str, Sequence[Example]]
     token_budget: int = 8192  # tokens computed at once; does not change the result
     # nats per token that the whole other text would save, by direction; see `ceilings`
     ceiling: Mapping[str, float] | None = None
 
     def __post_init__(self):
+        self.pairs = {name: without_shared_texts(pairs) for name, pairs in self.pairs.items()}
         few = [name for name, pairs in self.pairs.items() if len(pairs) < 2]
         if few or not self.pairs:
             missing = f"too few in {', '.join(few)}" if few else "no dataset was given"
             raise InputError(
                 "the wrong anchor of a text comes from the next pair, so every dataset needs at "
-                f"least two pairs; {missing}"
+                f"least two pairs of different texts; {missing}"
             )
 
     def batches(self, embedder) -> list[TokenBatch]:

@@ -7,7 +7,6 @@ __all__ = ['last_states', 'context_losses', 'ratio_interval', 'Ceiling', 'anchor
            'draw_pairs', 'Ceilings', 'measure_ceilings']
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #2dc2117a
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -18,7 +17,7 @@ import torch
 from ..common.errors import InputError
 from ..common.show import rows_html, rows_text
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
-from ..data.examples import Example, fingerprint
+from ..data.examples import Example, draw_different, fingerprint
 from ..model.decoder import CausalDecoder
 from ..model.loading import check_head
 from ..model.packing import pack, packed_forward, token_budget_batches
@@ -197,13 +196,27 @@ def share_of_ceiling(
     return gain / ceiling if ceiling > 0 else None
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #5bcdf807
+class _Rows(Sequence):
+    "Some rows of examples, read when they are asked for."
+
+    def __init__(self, examples, rows):
+        self.examples = examples
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, place):
+        return self.examples[int(self.rows[place])]
+
+
 def draw_pairs(
     examples: Sequence[Example],  # a list, or an `ExampleStore`
     number: int = 64,  # pairs of each dataset, at most
     seed: int = 42,
 ) -> dict[str, list[Example]]:  # dataset → its pairs
-    """A sample of every dataset, in random order. Raises `InputError` for a dataset of a single
-    pair.
+    """A sample of every dataset, in random order, in which no two pairs share a text. Raises
+    `InputError` for a dataset without two such pairs.
     """
     if seed < 0:
         raise InputError(f"seed = {seed}: must be at least 0")
@@ -214,14 +227,12 @@ def draw_pairs(
             rows.setdefault(example.dataset, []).append(index)
     drawn = {}
     for name, indices in rows.items():
-        size = min(number, len(indices))
-        if size < 2:
+        drawn[name] = draw_different(_Rows(examples, indices), number, f"{seed} {name}")
+        if len(drawn[name]) < 2:
             raise InputError(
                 f"the ceiling exchanges the texts of different pairs; {name!r} gives "
-                f"{size} of them, give at least two"
+                f"{len(drawn[name])} of them, give at least two"
             )
-        chosen = random.Random(f"{seed} {name}").sample(range(len(indices)), size)
-        drawn[name] = [examples[int(indices[place])] for place in chosen]
     return drawn
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #423545e4

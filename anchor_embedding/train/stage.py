@@ -37,7 +37,7 @@ from ..common.files import write_text
 from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
-from ..data.examples import Example
+from ..data.examples import Example, draw_different
 from ..embed.embedder import Embedder, evaluating
 from ..embed.shared import SharedEmbedder
 from ..model.decoder import CausalDecoder
@@ -243,8 +243,9 @@ WATCHED = 64  # maximum number of watched pairs; never more than a batch
 
 
 def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[list[Example], str]:
-    """Pairs on which to measure what an objective watches, and a description of them; none if the
-    run trains on all pairs.
+    """Pairs on which to measure what an objective watches, and a description of them: a random
+    sample in which no two share a text, those of a dataset together. None if the run trains on all
+    pairs.
     """
     if not any(map(run.objective.watches, range(run.recipe.steps))):
         return [], ""
@@ -252,12 +253,14 @@ def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[li
     number = max(2, min(WATCHED, run.recipe.batch_size))
     words = "held-out pairs"
     if heldout is None:
-        rows = run.data.unseen(run.recipe.steps, number)
+        rows = run.data.unseen(run.recipe.steps, 16 * number)
         heldout = [run.data.examples[row] for row in rows]
         words = "pairs that the run does not train on"
-    if min(number, len(heldout)) < max(2, run.world):  # every process needs one
-        return [], "the batch that is trained on next, because the run trains on all pairs"
-    return list(heldout[:number]), f"{min(len(heldout), number)} {words}"
+    watched = draw_different(heldout, number, run.recipe.seed)
+    if len(watched) < max(2, run.world):  # every process needs one
+        return [], "the batch that is trained on next, because too few different pairs are left"
+    watched.sort(key=lambda pair: pair.dataset)
+    return watched, f"{len(watched)} {words}"
 
 
 def first_yardstick(run: Training) -> dict[str, float]:
