@@ -63,13 +63,23 @@ def device_name(
     return f"{device.type} {platform.machine()}, {torch.get_num_threads()} threads"
 
 # %% ../../nbs/common/15_provenance.ipynb #248495d3
+def _runs_without_result(folder):
+    "The runs of the arm `folder` whose result was moved to another place."
+    arms = {folder.name, *(path.name for path in folder.parent.glob("*"))}
+    runs = []
+    for run in folder.parent.glob(f"runs/{folder.name}-*"):
+        # the run `anchor-long-stage1` is of the arm `anchor-long`, not of `anchor`
+        arm = max((name for name in arms if run.name.startswith(f"{name}-")), key=len)
+        if arm == folder.name and not (run / "final").exists():
+            runs.append(run)
+    return runs
+
+
 def find_cards(
     folder: Path,  # of a model
 ) -> list[dict]:  # first stage first; empty for a model without a run
     "The cards of the runs that made a model. Raises `InputError` for a damaged card."
-    runs = [
-        run for run in folder.parent.glob(f"runs/{folder.name}-*") if not (run / "final").exists()
-    ]
+    runs = _runs_without_result(folder)
     run = runs[0] if len(runs) == 1 else folder.parent
     if (folder / "card.json").is_file():  # the run itself
         run = folder
