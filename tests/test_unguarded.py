@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import anchor_embedding.data.store as store_module
 from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import tiny_model
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
@@ -117,6 +118,31 @@ def test_changed_data_are_refused_on_resume(base, pairs, tmp_path, capsys):
     assert main(words) == 2
     assert "are not those this run began with" in capsys.readouterr().err
     assert (tmp_path / "run" / "step-000002").is_dir() and not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("changed", ["base", "instructions", ""])
+def test_a_changed_base_or_instruction_is_refused_on_resume(base, pairs, tmp_path, capsys, changed):
+    own = shutil.copytree(base, tmp_path / "base")
+    instructions = tmp_path / "instructions.csv"
+    instructions.write_text("dataset,instruction\npairs,Find it\n")
+    settings = {"objective": "contrastive", "tuning": "lora", "instructions": str(instructions)}
+    recipe = small(own, pairs, checkpoint_every=1, **settings)
+    train(recipe, tmp_path / "run", progress=False, say=quiet)
+    for name in ("final", "step-000003"):
+        shutil.rmtree(tmp_path / "run" / name)
+    shutil.copytree(own, tmp_path / "copy")  # other times, the same weights
+    shutil.rmtree(own)
+    shutil.copytree(tmp_path / "copy", own, copy_function=shutil.copyfile)
+    if changed == "base":
+        tiny_model("llama", seed=1).save_pretrained(own)
+    if changed == "instructions":
+        instructions.write_text("dataset,instruction\npairs,Find something else\n")
+    if changed:
+        with pytest.raises(InputError, match=f"{changed} = .*not what this run began with"):
+            train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    else:
+        train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert (tmp_path / "run" / "final").exists() == (not changed)
 
 
 def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_path, monkeypatch):

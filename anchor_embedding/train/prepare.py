@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'find_instructions',
-           'batch_plan', 'make_data', 'prepare_tokenizer', 'opening_of', 'prepare_embedder', 'base_shape', 'least_free',
-           'fit_to_device']
+           'batch_plan', 'make_data', 'weights_digest', 'prepare_tokenizer', 'opening_of', 'prepare_embedder',
+           'base_shape', 'least_free', 'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
+import hashlib
 import math
 import random
 import warnings
@@ -288,6 +289,22 @@ def make_data(
     )
 
 # %% ../../nbs/train/35_prepare.ipynb #011ccc2c
+def weights_digest(folder: str | Path) -> str:
+    """A digest of the weights in a folder: of the name and size of each file, and of 64 parts of
+    it, which are all of a file of up to 4 MB.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix in (".safetensors", ".bin"):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for part in range(64):
+                    file.seek(size * part // 64)
+                    digest.update(file.read(2**16))
+    return digest.hexdigest()[:16]
+
+
 def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
@@ -358,6 +375,7 @@ def prepare_embedder(
         "liger_modules": decoder.liger,
         **{key: getattr(recipe, key) for key in AUTOMATIC},
         "base": base.source,
+        "base_digest": weights_digest(base.path),
         "device": device_name(device),
         "dtype": str(dtype),
         "dtype_reason": reason,
@@ -367,6 +385,7 @@ def prepare_embedder(
         card["base_revision"] = revision
     opening = opening_of(recipe, base.path)
     instructions = instructions_record(recipe.instructions)
+    card["instructions"] = instructions
     return Embedder(
         decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions
     ), card

@@ -361,8 +361,8 @@ def course_of_rate(recipe: Recipe) -> str:
 
 
 def write_card(run: Training) -> str:
-    """Write card.json and return one line for the log. Raises `InputError` if the data are not
-    those that the run began with.
+    """Write card.json and return one line for the log. Raises `InputError` if the data, the base or
+    the instructions are not those that the run began with.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
@@ -372,6 +372,12 @@ def write_card(run: Training) -> str:
             f"{recipe.data}: the pairs are not those this run began with (see "
             f"{path}); restore them or choose another --out"
         )
+    for key, what in {"base_digest": "base", "instructions": "instructions"}.items():
+        if before.get(key, run.card[key]) != run.card[key]:
+            raise InputError(
+                f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
+                f"the same name (see {path}); restore it or choose another --out"
+            )
     start = {
         "step": run.first,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
