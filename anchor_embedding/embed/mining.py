@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import tempfile
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,7 +151,8 @@ def _digest(text: str) -> int:
 
 
 def folded_hash(text: str) -> int:
-    "A 64-bit hash of a text that ignores case and white space."
+    "A 64-bit hash of a text that ignores case, white space and the coding of accents."
+    text = unicodedata.normalize("NFC", text)
     return _digest(" ".join(text.casefold().split()))
 
 

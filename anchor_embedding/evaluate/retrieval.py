@@ -8,6 +8,7 @@ __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic
            'HeldoutRetrieval']
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #f6b67f2d
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -251,10 +252,10 @@ def connected(
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #2e3f049c
 def same_text(text: str) -> str:
-    """The text in lower case with single spaces: texts that differ only in case or spacing become
-    equal.
+    """The text in lower case with single spaces and composed accents: texts that differ only in
+    case, spacing or the coding of accents become equal.
     """
-    return " ".join(text.casefold().split())
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 class HeldoutRetrieval:
