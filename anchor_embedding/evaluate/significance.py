@@ -335,8 +335,11 @@ def _found(
     centre = differences.mean(axis=1)
     error = np.sqrt(differences.var(axis=1, ddof=1) / seeds + query_error**2)
     clear = centre > wide * error
-    if seeds > 10:  # with more seeds the interval alone decides
-        return clear
+    if seeds > 10:  # p is close to that of a t test, and all signs would be too many
+        level = 0.05 / comparisons / (2 if alternative == "two-sided" else 1)
+        level = math.floor(level * 2**seeds) / 2**seeds  # the sign-flip test has no p between
+        least = stdtrit(seeds - 1, 1 - level)
+        return clear & (centre > least * differences.std(axis=1, ddof=1) / math.sqrt(seeds))
     signs = 1 - 2.0 * (np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1)
     sums = differences @ signs.T
     sums = np.abs(sums) if alternative == "two-sided" else sums
