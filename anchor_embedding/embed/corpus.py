@@ -30,6 +30,7 @@ from ..common.provenance import device_name, source_commit
 from ..common.settings import first_fault
 from ..data.documents import Document, Overview, look_over, read_documents
 from .embedder import Embedder
+from .encoders import model_revision
 
 # %% ../../nbs/embed/60_corpus.ipynb #aca8bbf3
 MANIFEST = "corpus.json"
@@ -106,6 +107,9 @@ def _difference(old: dict, new: dict) -> str | None:
             return f"{name} was {old['settings'].get(name)!r} and is now {value!r}"
     if (old["documents"], old["digest"]) != (new["documents"], new["digest"]):
         return f"they are of other documents ({old['documents']:,}, now {new['documents']:,})"
+    revisions = [manifest.get("about", {}).get("revision") for manifest in (old, new)]
+    if None not in revisions and revisions[0] != revisions[1]:
+        return "they were made by other weights of this model, or in another dtype"
     return None
 
 # %% ../../nbs/embed/60_corpus.ipynb #8cb3cc5f
@@ -195,6 +199,8 @@ def encode_corpus(
     settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
     if rank == 0:
+        if isinstance(embedder, Embedder):  # not a stand-in for one
+            manifest["about"]["revision"] = model_revision(embedder)
         _begin(folder, manifest, resume)
     else:
         _wait_for_first(folder, manifest)
