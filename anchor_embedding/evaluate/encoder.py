@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #5a0a9711
@@ -138,12 +137,14 @@ class MtebEncoder:
         side = getattr(prompt_type, "value", prompt_type)
         instruction = self.style.instruction(task_metadata, side)
         texts = [text for batch in inputs for text in batch["text"]]
-        places, distinct = pd.factorize(np.array(texts, dtype=object))
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        distinct = list(numbers)
+        places = np.array([numbers[text] for text in texts], dtype=int)
         characters = np.bincount(places, [len(text) for text in texts], len(distinct))
         vectors = np.empty((len(distinct), self.replicas[0].dimension), np.float32)
         for start in range(0, len(distinct), CHUNK_TEXTS):
             part = slice(start, start + CHUNK_TEXTS)
-            vectors[part] = self._look_up(list(distinct[part]), instruction, task_metadata.name)
+            vectors[part] = self._look_up(distinct[part], instruction, task_metadata.name)
             self.encoded(int(characters[part].sum()))
         return vectors[places]
 
