@@ -593,16 +593,25 @@ def same_base(
     scores,  # see `gather_scores`
 ) -> str:  # the paper's base model
     """The base model of Tables 14 and 15 that the scored models were trained from. Raises
-    `InputError` if there is none.
+    `InputError` if there is none, or more than one.
     """
     bases = {
         str(run.get("about", {}).get("recipe", {}).get("base", run.get("model", "")))
         for run in chain.from_iterable(gather_scores(scores).values())
     }
     models = _scores_by_task()["model"].unique()
-    for model in models:
-        if any(model.lower().removesuffix("-instruct") in base.lower() for base in bases):
-            return model
+    found = [
+        model
+        for model in models
+        if any(model.lower().removesuffix("-instruct") in base.lower() for base in bases)
+    ]
+    if len(found) > 1:
+        raise InputError(
+            f"the scored models have several bases ({', '.join(sorted(bases))}); compare those of "
+            f"one base, or name the model to compare with: --paper {' or --paper '.join(found)}"
+        )
+    if found:
+        return found[0]
     raise InputError(
         f"the paper has no scores of {', '.join(sorted(bases))}; name the model to compare with: "
         f"--paper {' or --paper '.join(models)}"
