@@ -242,6 +242,12 @@ def encode_texts(
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     texts = list(texts)
+    one = instruction is None or isinstance(instruction, str)
+    if not one and len(instruction) != len(texts):
+        raise InputError(
+            f"{len(instruction)} instructions for {len(texts)} texts: give one for each, or one "
+            "for all"
+        )
     decoder = embedder.decoder
     steps = () if refine_steps is None or isinstance(refine_steps, int) else (len(refine_steps),)
     vectors = np.empty((len(texts), *steps, embedder.dimension), dtype=np.float32)
