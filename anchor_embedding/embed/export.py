@@ -146,9 +146,11 @@ def prompts(
     instructions: Mapping[str, str],  # prompt name → instruction; "" = none
 ) -> dict[str, str]:
     "Prompt name → the string in front of a text."
+    instructions = dict(instructions)
+    instructions.setdefault("document", "")
     return {
         name: format_instruction(instruction, "", prompt)
-        for name, instruction in {**instructions, "document": ""}.items()
+        for name, instruction in instructions.items()
     }
 
 # %% ../../nbs/embed/40_export.ipynb #8c3da28b
