@@ -232,8 +232,29 @@ def _labelled_pairs(folder: Path, tables: dict) -> dict:
     return {"test": pairs}
 
 
+def _check_kind(folder: Path, labels: set) -> None:
+    "Raise `InputError` for labels of which some are numbers and others texts."
+    if len({type(label) for label in labels}) > 1:
+        raise InputError(
+            f"{folder}: some labels are numbers and others texts "
+            f"({', '.join(sorted(map(repr, labels))[:5])}); write all of them in one way"
+        )
+
+
+def _clustering(folder: Path, tables: dict) -> dict:
+    _check_kind(folder, {label for labels in tables["test"]["labels"] for label in labels})
+    return tables
+
+
 def _classification(folder: Path, tables: dict) -> dict:
-    unknown = set(tables["test"]["label"]) - set(tables["train"]["label"])
+    labels = set(tables["train"]["label"])
+    _check_kind(folder, labels.union(tables["test"]["label"]))
+    if len(labels) == 2 and 1 not in labels:
+        raise InputError(
+            f"{folder}: the two labels are {' and '.join(sorted(map(repr, labels)))}; mteb needs "
+            "the numbers 0 and 1 for two classes: write these"
+        )
+    unknown = set(tables["test"]["label"]) - labels
     if unknown:
         raise InputError(
             f"{folder}: label {min(unknown, key=str)!r} of test is not in train; "
@@ -274,7 +295,11 @@ KINDS = {
         {"test": Candidates}, "Reranking", "AbsTaskRetrieval", "map_at_1000", _reranking
     ),
     "clustering": Kind(
-        {"test": ClusteredTexts}, "Clustering", "AbsTaskClusteringLegacy", "v_measure"
+        {"test": ClusteredTexts},
+        "Clustering",
+        "AbsTaskClusteringLegacy",
+        "v_measure",
+        _clustering,
     ),
     "classification": Kind(
         {"train": LabelledText, "test": LabelledText},
