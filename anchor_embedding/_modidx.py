@@ -3049,6 +3049,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare.TrainingData.unseen': ( 'train/prepare.html#trainingdata.unseen',
                                                                                                         'anchor_embedding/train/prepare.py'),
+                                                'anchor_embedding.train.prepare._check_instructions': ( 'train/prepare.html#_check_instructions',
+                                                                                                        'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare._load_adapter_weights': ( 'train/prepare.html#_load_adapter_weights',
                                                                                                           'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare._training_tokenizer': ( 'train/prepare.html#_training_tokenizer',

@@ -145,6 +145,23 @@ def test_a_changed_base_or_instruction_is_refused_on_resume(base, pairs, tmp_pat
     assert (tmp_path / "run" / "final").exists() == (not changed)
 
 
+def test_an_instruction_that_is_too_long_is_refused_before_the_first_step(base, tmp_path):
+    rows = [
+        {"query": f"query {n}", "positive": f"document {n}", "dataset": name}
+        for name, number in {"often": 80, "seldom": 8}.items()
+        for n in range(number)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long = "a very long instruction " * 12
+    for table in (f"often,Find it\nseldom,{long}\n", f"often,Find it\noften,{long}\n"):
+        (tmp_path / "instructions.csv").write_text("dataset,instruction\n" + table)
+        settings = {"objective": "contrastive", "instructions": str(tmp_path / "instructions.csv")}
+        recipe = small(base, tmp_path / "pairs.jsonl", **settings)
+        with pytest.raises(InputError, match="no room after this instruction"):
+            train(recipe, tmp_path / "run", progress=False, say=quiet)
+        assert not (tmp_path / "run").exists()
+
+
 def test_the_anchor_gain_is_measured_without_dropout(base, examples, pairs, tmp_path, monkeypatch):
     modes = []
     real = Reconstruction.watch

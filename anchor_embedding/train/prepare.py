@@ -253,6 +253,15 @@ def batch_plan(recipe: Recipe, examples: Sequence[Example]) -> BatchPlan:
     return BatchPlan(datasets, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
 
 
+def _check_instructions(tokenizer, examples, plan, instructions):
+    "Raise `InputError` for an instruction that is too long, before a step is spent on others."
+    most = max(map(len, instructions.table.values()), default=1)  # for one dataset
+    for name, rows in plan.rows.items():
+        choices = {instructions.for_example(name, row)[0] for row in range(most)}
+        query = examples[int(rows[0])].query
+        tokenizer([query] * len(choices), sorted(choices, key=str))
+
+
 def make_data(
     recipe: Recipe,
     tokenizer: TextTokenizer,
@@ -270,6 +279,8 @@ def make_data(
             f"no instruction for {', '.join(bare)} in instructions = {recipe.instructions!r}",
             stacklevel=2,
         )
+    training_tokenizer = _training_tokenizer(recipe, tokenizer)
+    _check_instructions(training_tokenizer, examples, plan, instructions)
     source = {
         **(source or {}),
         "pairs": len(examples),
@@ -280,7 +291,7 @@ def make_data(
     return TrainingData(
         examples,
         plan,
-        _training_tokenizer(recipe, tokenizer),
+        training_tokenizer,
         instructions,
         recipe.objective.hard_negatives,
         source,
