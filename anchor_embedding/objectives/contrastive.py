@@ -405,16 +405,22 @@ class Contrastive(ContrastiveLoss):
         )
 
     def competitors(self, batch_size: int, most_negatives: int) -> str:
-        "The in-batch positives, and the hard negatives as far as the data have them."
+        """The in-batch positives, the hard negatives as far as the data have them, and the texts of
+        the same side as the query or its positive.
+        """
         pairs = self.negatives_pool or batch_size
         taken = min(self.hard_negatives, most_negatives)
         hard = f" and up to {counted(pairs * taken, 'hard negative')}" if taken else ""
+        same = (
+            f" and {'up to ' * bool(taken)}{2 * (pairs - 1) + pairs * taken} texts of the same side"
+        )
         none = (
             "; the data have no hard negatives"
             if self.hard_negatives and not most_negatives
             else ""
         )
-        return f"{counted(pairs - 1, 'in-batch positive')}{hard} for every query{none}"
+        more = hard + same * self.same_side_negatives
+        return f"{counted(pairs - 1, 'in-batch positive')}{more} for every query{none}"
 
     def departures(self, recipe) -> dict:
         "The mean is over all tokens; LLM2Vec's leaves the instruction out."
