@@ -3278,6 +3278,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/train/runs.py')},
             'anchor_embedding.train.stage': { 'anchor_embedding.train.stage._earlier_card': ( 'train/stage.html#_earlier_card',
                                                                                               'anchor_embedding/train/stage.py'),
+                                              'anchor_embedding.train.stage._finite': ( 'train/stage.html#_finite',
+                                                                                        'anchor_embedding/train/stage.py'),
                                               'anchor_embedding.train.stage._gradient': ( 'train/stage.html#_gradient',
                                                                                           'anchor_embedding/train/stage.py'),
                                               'anchor_embedding.train.stage._why_skipped': ( 'train/stage.html#_why_skipped',

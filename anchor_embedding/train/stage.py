@@ -360,6 +360,15 @@ def course_of_rate(recipe: Recipe) -> str:
     return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
 
 
+def _finite(value):
+    "Settings with a word in place of a number that JSON does not have: inf."
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_card(run: Training) -> str:
     """Write card.json and return one line for the log. Raises `InputError` if the data, the base or
     the instructions are not those that the run began with.
@@ -387,7 +396,7 @@ def write_card(run: Training) -> str:
     packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
-        "recipe": recipe.to_dict(),
+        "recipe": _finite(recipe.to_dict()),
         **run.card,
         **run.data.source,
         "template": run.embedder.tokenizer.config(),
@@ -395,7 +404,7 @@ def write_card(run: Training) -> str:
         "processes": run.world,
         "sharded": is_sharded(run.model),
         "competitors": pool,
-        "deviations": deviations(recipe),
+        "deviations": _finite(deviations(recipe)),
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
         "starts": [*before.get("starts", []), start],
