@@ -302,8 +302,10 @@ def make_data(
 # %% ../../nbs/train/35_prepare.ipynb #011ccc2c
 def weights_digest(folder: str | Path) -> str:
     """A digest of the weights in a folder: of the name and size of each file, and of 64 parts of
-    it, which are all of a file of up to 4 MB.
+    it, which are all of a file of up to 4 MB. Empty for the name of a model on the hub.
     """
+    if not Path(folder).is_dir():
+        return ""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix in (".safetensors", ".bin"):
@@ -382,17 +384,18 @@ def prepare_embedder(
             if decoder.liger
             else "liger-kernel is not used: not installed, or not for this model"
         )
+    revision = hub_revision(base.path)
     card = {
         "liger_modules": decoder.liger,
         **{key: getattr(recipe, key) for key in AUTOMATIC},
         "base": base.source,
-        "base_digest": weights_digest(base.path),
+        "base_digest": revision or weights_digest(base.path),
         "device": device_name(device),
         "dtype": str(dtype),
         "dtype_reason": reason,
         "attention": attention_kernel(device.type, dtype),
     }
-    if revision := hub_revision(base.path):
+    if revision:
         card["base_revision"] = revision
     opening = opening_of(recipe, base.path)
     instructions = instructions_record(recipe.instructions)

@@ -382,7 +382,8 @@ def write_card(run: Training) -> str:
             f"{path}); restore them or choose another --out"
         )
     for key, what in {"base_digest": "base", "instructions": "instructions"}.items():
-        if before.get(key, run.card[key]) != run.card[key]:
+        kept = before.get(key)  # unknown for a model of the hub that was not in the cache
+        if kept and run.card[key] and kept != run.card[key]:
             raise InputError(
                 f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
                 f"the same name (see {path}); restore it or choose another --out"
