@@ -2038,8 +2038,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'anchor_embedding/objectives/ceiling.py'),
                                                      'anchor_embedding.objectives.ceiling._ceiling_of': ( 'objectives/ceiling.html#_ceiling_of',
                                                                                                           'anchor_embedding/objectives/ceiling.py'),
-                                                     'anchor_embedding.objectives.ceiling._check_positions': ( 'objectives/ceiling.html#_check_positions',
-                                                                                                               'anchor_embedding/objectives/ceiling.py'),
                                                      'anchor_embedding.objectives.ceiling._packed_losses': ( 'objectives/ceiling.html#_packed_losses',
                                                                                                              'anchor_embedding/objectives/ceiling.py'),
                                                      'anchor_embedding.objectives.ceiling._three_losses': ( 'objectives/ceiling.html#_three_losses',

@@ -7,7 +7,6 @@ __all__ = ['generate', 'top_tokens', 'Reading', 'Readings', 'read_vectors', 'rea
            'reading_report']
 
 # %% ../../nbs/embed/30_reading.ipynb #3e28967c
-import math
 import os
 import platform
 import time
@@ -24,7 +23,7 @@ from ..common.show import facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, context_of
 from ..model.loading import check_head
 from ..model.packing import pack
 from ..model.text import opening_ids
@@ -93,7 +92,7 @@ def _check_request(
             "temperature must be above 0 and top_p above 0 and at most 1, not "
             f"{temperature} and {top_p}"
         )
-    context = getattr(decoder.causal_lm.config, "max_position_embeddings", None) or math.inf
+    context = context_of(decoder)
     if opening + max_new_tokens > context:
         raise InputError(
             f"{max_new_tokens} tokens after an opening of {opening} exceed the "

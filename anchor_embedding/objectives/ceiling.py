@@ -18,7 +18,7 @@ from ..common.errors import InputError
 from ..common.show import rows_html, rows_text
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
 from ..data.examples import Example, draw_different, fingerprint
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, check_positions
 from ..model.loading import check_head
 from ..model.packing import pack, packed_forward, token_budget_batches
 from ..model.text import TextTokenizer, opening_ids
@@ -47,16 +47,6 @@ def _packed_losses(decoder, inputs, targets) -> torch.Tensor:
     return token_losses(decoder, states, flat)
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #3bed73d4
-def _check_positions(decoder: CausalDecoder, longest: int) -> None:
-    "Raise `InputError` for a sequence that is longer than the model's context."
-    positions = getattr(decoder.causal_lm.config, "max_position_embeddings", None)
-    if positions and longest > positions:
-        raise InputError(
-            f"a text after its counterpart's whole text needs {longest} positions, "
-            f"{type(decoder.causal_lm).__name__} has {positions}; lower max_length"
-        )
-
-
 @torch.no_grad()
 def context_losses(
     decoder: CausalDecoder,
@@ -72,7 +62,8 @@ def context_losses(
     different = list(dict.fromkeys(keys))
     inputs = [[*before, *context, *separator, *target[:-1]] for context, target in different]
     lengths = [len(sequence) for sequence in inputs]
-    _check_positions(decoder, max(lengths, default=0))
+    longest = max(lengths, default=0)
+    check_positions(decoder, longest, "a text after its counterpart's whole text")
     of_sequences = {}
     for group in token_budget_batches(lengths, token_budget):
         targets = [different[index][1] for index in group]
