@@ -379,8 +379,8 @@ def load_pause_tokens(
 # %% ../../nbs/embed/10_embedder.ipynb #d5a51ada
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    # "float32" or "bfloat16" weights; "auto" = as stored, with products in bfloat16 where the
-    # hardware supports it; "stored" = as stored
+    # "float32" or "bfloat16" weights; "auto" = as stored, with products in bfloat16, where the
+    # hardware supports it, else float32; "stored" = as stored
     dtype: str = "auto",
     device: str | torch.device | None = None,  # None = the accelerator if there is one
     # in place of the saved ones: template, max_length, eos_token, prompt, pooling, attention,

@@ -92,7 +92,7 @@ def decode_sums(
     first_tokens: int = 0,  # number of targets at the beginning of each text that are weighted
     first_weight: float = 1.0,  # their weight; all other targets weigh 1
 ) -> torch.Tensor:  # (directions,) float32, nats
-    """Sum of -log p over the targets of each direction (equations 3 and 4 before the division),
+    """Sum of -log p over the targets of each direction (equations 3 and 4),
     with a weight for the first targets of each text.
     """
     counts = [sum(map(len, direction)) for direction in bodies]
