@@ -124,7 +124,7 @@ POOLINGS = {
 
 # %% ../../nbs/model/50_decoder.ipynb #4995323b
 def context_of(decoder: CausalDecoder) -> float:
-    "The number of positions that the model reads in one way; inf if its configuration has none."
+    "The number of positions that the model can read; inf if its configuration has none."
     config = decoder.causal_lm.config
     context = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}

@@ -388,8 +388,8 @@ class Contrastive(ContrastiveLoss):
             )
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        """Query, positive and hard negatives, each with its soft tokens. Of a number of negatives
-        that is not whole, the rest is a part of a document.
+        """Query, positive and hard negatives, each with its soft tokens. A fraction of a negative
+        counts as that part of a document.
         """
         soft = self.soft_tokens.steps if self.soft_tokens else 0
         texts = self.read(lengths.query, lengths.document)

@@ -37,8 +37,8 @@ def _teacher(name: str, device: torch.device, dtype: torch.dtype | None) -> Caus
 
 @dataclass(frozen=True, kw_only=True)
 class DistilledReconstruction(Reconstruction):
-    """Reconstruction whose targets are, for a share, what a frozen model predicts that reads the
-    source text.
+    """Reconstruction in which a share of each target is the prediction of a frozen model that
+    reads the source text.
     """
 
     teacher: str = ""  # a folder or a model's name, with the same tokenizer

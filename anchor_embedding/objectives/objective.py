@@ -98,8 +98,8 @@ class Objective(Checked):
         raise NotImplementedError
 
     def read_twice(self, tokens: PairTokens) -> tuple[float, ...]:
-        """Of `tokens.encoded`, the sequences that GradCache reads twice if a batch is split, which
-        its micro-batches are made of.
+        """The sequences of `tokens.encoded` that micro-batches are made of, and that GradCache reads
+        twice if a batch is split.
         """
         return tokens.encoded if self.compares_texts else ()
 
