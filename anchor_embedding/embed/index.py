@@ -41,9 +41,7 @@ def _lancedb():
         import lancedb
         import lancedb.index
     except ImportError:
-        raise InputError(
-            'an index needs LanceDB; run: pip install "anchor-embedding[search]"'
-        ) from None
+        raise InputError("an index needs LanceDB; run: pip install lancedb") from None
     return lancedb
 
 

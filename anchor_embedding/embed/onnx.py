@@ -65,7 +65,7 @@ def check_packages() -> None:
     missing = [name for name in PACKAGES if not find_spec(name)]
     if missing:
         raise InputError(
-            f"ONNX needs {' and '.join(missing)}: pip install 'anchor_embedding[onnx]'"
+            f"ONNX needs {' and '.join(missing)}; run: pip install {' '.join(missing)}"
         )
 
 
