@@ -206,6 +206,11 @@ def module_files(
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
+def _base_of(adapter: Path) -> str:
+    "The base that the adapter in a folder names."
+    return json.loads((adapter / _ADAPTER[0]).read_text())["base_model_name_or_path"] or ""
+
+
 def _write_weights(
     embedder: Embedder,
     source: Path | None,
@@ -230,13 +235,14 @@ def _write_weights(
     else:
         model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
         model.save_pretrained(folder)
+    if adapter and (Path(_base_of(folder)) / _ADAPTER[0]).exists():
+        raise InputError(
+            f"this adapter was trained on top of another one ({_base_of(folder)}), and other "
+            "programs load a single one: export it merged"
+        )
     if adapter and base:
         _edit_json(folder / _ADAPTER[0], lambda values: values | {"base_model_name_or_path": base})
-    elif (
-        adapter
-        and push
-        and Path(json.loads((folder / _ADAPTER[0]).read_text())["base_model_name_or_path"]).exists()
-    ):
+    elif adapter and push and Path(_base_of(folder)).exists():
         raise InputError(
             "the base of this adapter is a local folder, which other users do not have: give its "
             "name on the hub with base=…, or push it merged"
@@ -626,11 +632,12 @@ def _origin(embedder: Embedder, source: Path | None, cards: list[dict]) -> str:
     "The base as a run, an adapter or a configuration names it."
     if cards:
         return cards[0]["recipe"]["base"]
-    if source and (source / _ADAPTER[0]).exists():
-        return json.loads((source / _ADAPTER[0]).read_text())["base_model_name_or_path"]
-    return (
-        str(source) if source else getattr(embedder.decoder.causal_lm.config, "_name_or_path", "")
-    )
+    if source is None:
+        return getattr(embedder.decoder.causal_lm.config, "_name_or_path", "")
+    origin = str(source)
+    while (Path(origin) / _ADAPTER[0]).exists():  # an adapter, or one on top of another
+        origin = _base_of(Path(origin))
+    return origin
 
 
 def _write_files(folder: Path, files: dict[str, object]) -> None:

@@ -493,10 +493,13 @@ def _load_adapter(folder, dtype, device, compute_dtype):
             "weight, so merging it would change the other too; train an adapter of the layers only"
         )
     try:
-        return merge_lora(decoder).eval()
+        merge_lora(decoder).eval()
     except RuntimeError as error:
         reason = _one_line(error).removesuffix(".")
         raise InputError(
             f"the adapter in {str(folder)!r} cannot be merged into its base: {reason}; train one "
             "without it"
         ) from error
+    # an adapter that is added to this model names it as its base
+    decoder.model.name_or_path = str(folder)
+    return decoder
