@@ -269,6 +269,7 @@ _OWN = (
     f"{BARE_TOKENIZER}/*",
     "adapter_config.json",
     "adapter_model.safetensors",
+    "modules.json",
 )
 
 
@@ -377,6 +378,20 @@ def load_pause_tokens(
     add_pause_tokens(decoder, steps, values=values)
 
 # %% ../../nbs/embed/10_embedder.ipynb #d5a51ada
+def _refuse_other_makes(name, settings: dict) -> None:
+    """Raise `InputError` for a sentence-transformers model that was not made here, unless the
+    caller says how its vectors are made.
+    """
+    own = own_files(name)
+    foreign = (own / "modules.json").exists() and not (own / SETTINGS_FILE).exists()
+    if foreign and "pooling" not in settings:
+        raise InputError(
+            f"{name} is a sentence-transformers model, whose modules and tokenizer are not read "
+            "here: use it with sentence-transformers, or say how it makes its vectors, with "
+            "pooling=…, template=… and eos_token=…"
+        )
+
+
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
     # "float32" or "bfloat16" weights; "auto" = as stored, with products in bfloat16, where the
@@ -387,10 +402,13 @@ def load_embedder(
     # soft_tokens, decode_opening, instructions
     **settings,
 ) -> Embedder:
-    "Load an embedder. A model without saved settings gets the defaults. Raises `InputError`."
+    """Load an embedder. A model without saved settings gets the defaults. Raises `InputError`, also
+    for a sentence-transformers model that was not made here, unless its pooling is named.
+    """
     check_known(settings, _SETTINGS)
     device = choose_device() if device is None else find_device(device)
     path = resolve_base(str(name)).path
+    _refuse_other_makes(path, settings)
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = (
         "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
