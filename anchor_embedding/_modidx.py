@@ -674,6 +674,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._check_reading': ( 'embed/embedder.html#_check_reading',
                                                                                                      'anchor_embedding/embed/embedder.py'),
+                                                 'anchor_embedding.embed.embedder._check_template': ( 'embed/embedder.html#_check_template',
+                                                                                                      'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._refuse_other_makes': ( 'embed/embedder.html#_refuse_other_makes',
                                                                                                           'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._token_batches': ( 'embed/embedder.html#_token_batches',

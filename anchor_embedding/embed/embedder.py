@@ -47,7 +47,7 @@ from anchor_embedding.model.soft_tokens import (
     check_context,
     refine,
 )
-from ..model.text import OPENINGS, PROMPT, TextTokenizer
+from ..model.text import OPENINGS, PROMPT, TextTokenizer, make_template
 
 # %% ../../nbs/embed/10_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"
@@ -314,10 +314,23 @@ def write_embedder(
     write_settings(embedder, folder)
 
 
+def _check_template(tokenizer: TextTokenizer) -> None:
+    "Raise `InputError` for a template that its saved name would not give back."
+    config = tokenizer.config()
+    style = config["template"]
+    if make_template(tokenizer.tokenizer, style, config["eos_token"]) != tokenizer.template:
+        raise InputError(
+            f"the template {tokenizer.template} is another one than {style!r} of this tokenizer, "
+            "and only templates with a name can be saved: give one of 'plain', 'chat' and "
+            "'released'"
+        )
+
+
 def write_settings(embedder: Embedder, folder: Path) -> None:
     """Write `anchor_embedding.json`: how a text becomes token ids, how its states become a vector,
-    and how a vector is decoded.
+    and how a vector is decoded. Raises `InputError` for a template of one's own.
     """
+    _check_template(embedder.tokenizer)
     settings = embedder.tokenizer.config() | {
         "pooling": embedder.pooling,
         "attention": embedder.decoder.attention,
