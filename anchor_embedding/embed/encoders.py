@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from ..common.errors import InputError
 from .embedder import SETTINGS_FILE, Embedder
@@ -128,9 +129,19 @@ def _vocabulary(tokenizer) -> dict:
     return {key: rules[key] for key in rules if key not in ("truncation", "padding")}
 
 
+def _adapters(decoder) -> list:
+    "How the adapters of every map count at present: which ones, by which factor."
+    return [
+        [name, module.disable_adapters, module.active_adapters, module.merged_adapters,
+         dict(getattr(module, "scaling", {}))]
+        for name, module in decoder.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ]  # fmt: skip
+
+
 def _tensor_revision(embedder: Embedder) -> str:
-    """A hash of a model in memory: weights, configuration, tokenizer, and the settings with which
-    it reads texts.
+    """A hash of a model in memory: weights, configuration, tokenizer, adapters, and the settings
+    with which it reads texts.
     """
     settings = [embedder.tokenizer.config(), embedder.pooling]
     config = json.loads(embedder.decoder.causal_lm.config.to_json_string())
@@ -145,6 +156,8 @@ def _tensor_revision(embedder: Embedder) -> str:
         settings.append(embedder.decoder.attention)
     if isinstance(embedder.instructions, dict):  # they change the queries
         settings.append(embedder.instructions)
+    if adapters := _adapters(embedder.decoder):
+        settings.append(adapters)
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
     for name, parameter in sorted(embedder.decoder.named_parameters()):
         digest.update(name.encode())
