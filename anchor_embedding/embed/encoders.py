@@ -22,7 +22,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from ..common.errors import InputError
-from .embedder import SETTINGS_FILE, Embedder
+from .embedder import BARE_TOKENIZER, SETTINGS_FILE, Embedder
 from ..model.base import resolve_base
 
 # %% ../../nbs/embed/20_encoders.ipynb #58d4f8f6
@@ -104,11 +104,12 @@ def _file_hash(path: Path, changed: int) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    """A hash of a saved model: weights, settings and tokenizer, and the modules of a
-    sentence-transformers model (`1_Pooling`).
+    """A hash of a saved model: weights, settings and tokenizer, the tokenizer of training that an
+    exported model has too, and the modules of a sentence-transformers model (`1_Pooling`).
     """
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*"), *folder.glob("[0-9]_*/*")]):
+    parts = ("*", "[0-9]_*/*", f"{BARE_TOKENIZER}/*")
+    for path in sorted(path for part in parts for path in folder.glob(part)):
         if _MODEL_FILE.fullmatch(path.name) and path.is_file():
             digest.update(
                 f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode()
