@@ -107,9 +107,13 @@ def _difference(old: dict, new: dict) -> str | None:
             return f"{name} was {old['settings'].get(name)!r} and is now {value!r}"
     if (old["documents"], old["digest"]) != (new["documents"], new["digest"]):
         return f"they are of other documents ({old['documents']:,}, now {new['documents']:,})"
-    revisions = [manifest.get("about", {}).get("revision") for manifest in (old, new)]
-    if None not in revisions and revisions[0] != revisions[1]:
-        return "they were made by other weights of this model, or in another dtype"
+    for name, other in (
+        ("revision", "by other weights of this model, or in another dtype"),
+        ("dtype", "with products in another dtype"),
+    ):
+        facts = [manifest.get("about", {}).get(name) for manifest in (old, new)]
+        if None not in facts and facts[0] != facts[1]:
+            return f"they were made {other}"
     return None
 
 # %% ../../nbs/embed/60_corpus.ipynb #8cb3cc5f
@@ -138,11 +142,17 @@ def _begin(folder: Path, manifest: dict, resume: bool) -> None:
 def _wait_for_first(folder: Path, manifest: dict, seconds: float = 600) -> None:
     "Return when the first process has written the manifest. Raises `InputError`."
     deadline = time.monotonic() + seconds
+    found = "there is no manifest"
     while time.monotonic() < deadline:
-        if (folder / MANIFEST).exists() and not _difference(_read_manifest(folder), manifest):
-            return
+        if (folder / MANIFEST).exists():
+            found = _difference(_read_manifest(folder), manifest)
+            if not found:
+                return
         time.sleep(0.2)
-    raise InputError(f"{folder}: the first process has not started within {seconds:.0f} s")
+    raise InputError(
+        f"{folder}: the first process has not started the same corpus within {seconds:.0f} s "
+        f"({found}); start all processes with the same settings"
+    )
 
 
 def _stored(vectors: np.ndarray, documents: list[Document], dtype: str) -> np.ndarray:
@@ -198,9 +208,13 @@ def encode_corpus(
     overview = look_over(source, settings.columns)
     settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
+    if isinstance(embedder, Embedder):  # not a stand-in for one
+        decoder = embedder.decoder
+        manifest["about"] |= {
+            "revision": model_revision(embedder),
+            "dtype": str(decoder.compute_dtype or decoder.head.weight.dtype),
+        }
     if rank == 0:
-        if isinstance(embedder, Embedder):  # not a stand-in for one
-            manifest["about"]["revision"] = model_revision(embedder)
         _begin(folder, manifest, resume)
     else:
         _wait_for_first(folder, manifest)
