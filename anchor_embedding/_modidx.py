@@ -578,6 +578,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                       'anchor_embedding/embed/batch_encoder.py'),
                                                       'anchor_embedding.embed.batch_encoder.BatchEncoder.__init__': ( 'embed/batch_encoder.html#batchencoder.__init__',
                                                                                                                       'anchor_embedding/embed/batch_encoder.py'),
+                                                      'anchor_embedding.embed.batch_encoder._array': ( 'embed/batch_encoder.html#_array',
+                                                                                                       'anchor_embedding/embed/batch_encoder.py'),
                                                       'anchor_embedding.embed.batch_encoder._device_here': ( 'embed/batch_encoder.html#_device_here',
                                                                                                              'anchor_embedding/embed/batch_encoder.py'),
                                                       'anchor_embedding.embed.batch_encoder._texts_of': ( 'embed/batch_encoder.html#_texts_of',

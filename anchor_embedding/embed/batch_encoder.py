@@ -24,6 +24,19 @@ def _device_here() -> str | None:
     return None if ray.get_gpu_ids() else "cpu"
 
 # %% ../../nbs/embed/70_batch_encoder.ipynb #e88966a6
+def _array(values) -> np.ndarray:
+    "A column as an array. Whole numbers with gaps stay whole numbers, with None in the gaps."
+    array = np.asarray(values)
+    if isinstance(values, np.ndarray | list) or array.dtype.kind != "f":
+        return array
+    listed = values.to_pylist() if hasattr(values, "to_pylist") else values.tolist()
+    if not any(isinstance(value, int) for value in listed):
+        return array
+    whole = np.array(listed, dtype=object)
+    whole[np.isnan(array)] = None
+    return whole
+
+
 def _texts_of(batch, column: str) -> list[str]:
     "The texts of a batch. Raises `InputError`."
     if column not in batch:
@@ -77,7 +90,7 @@ class BatchEncoder:
         blank or not a text, and for a vector that is not finite.
         """
         names = getattr(batch, "column_names", batch)
-        batch = {name: np.asarray(batch[name]) for name in names}
+        batch = {name: _array(batch[name]) for name in names}
         if "vector" in batch:
             raise InputError("the rows already have a column 'vector'; drop or rename it first")
         texts = _texts_of(batch, self.column)
