@@ -327,6 +327,11 @@ def reconstruction_losses(
             f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give "
             "at least two"
         )
+    if embedder.soft_tokens:
+        raise InputError(
+            "the losses are of vectors from a text's own states, but this model's vectors are "
+            "from its soft tokens; read them with `read_anchors`"
+        )
     check_head(embedder.decoder, "reconstruction")
     batch = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0)
     decoder = embedder.decoder
