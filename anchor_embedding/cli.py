@@ -230,9 +230,12 @@ def encode(args: argparse.Namespace) -> None:
 
 def _encode_here(args, settings, folder: Path) -> None:
     "Encode in this process, which may be one of several."
+    from anchor_embedding.data.documents import left_out
     from anchor_embedding.embed.corpus import encode_corpus
 
     with _source(args.texts) as source:
+        if (names := left_out(source)) and not int(os.environ.get("RANK", 0)):
+            _say(f"{source}: not read: {', '.join(names)}")
         encode_corpus(
             _embedder(args, **({"template": args.template} if args.template else {})),
             source,
