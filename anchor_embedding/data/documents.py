@@ -154,7 +154,7 @@ def _document(row, where: str, place: int, columns: Sequence[str], named: bool |
             "or none"
         )
     name = str(place) if key is None else row[key]
-    if isinstance(name, bool | float | list | dict) or name == "":
+    if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
         raise InputError(f"{where}: the id must be a text or a whole number; write one")
     text = with_title(row, where) if row.get("title") else clean(row["text"])
     kept = {column: _column(row, column, text, where) for column in columns}
