@@ -2434,6 +2434,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.HeldoutEvaluation.__init__': ( 'study/arms.html#heldoutevaluation.__init__',
                                                                                                          'anchor_embedding/study/arms.py'),
+                                             'anchor_embedding.study.arms.HeldoutEvaluation.asked': ( 'study/arms.html#heldoutevaluation.asked',
+                                                                                                      'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.HeldoutEvaluation.encode': ( 'study/arms.html#heldoutevaluation.encode',
                                                                                                        'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.base_embedder': ( 'study/arms.html#base_embedder',

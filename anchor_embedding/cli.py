@@ -556,6 +556,7 @@ def _fail_for(scored: list[dict]) -> None:
 def soft_tokens(args: argparse.Namespace) -> None:
     "Measure held-out retrieval of a GIRCSE model for every number of soft tokens."
     from anchor_embedding.evaluate.heldout import split_pairs
+    from anchor_embedding.study.arms import HeldoutEvaluation
     from anchor_embedding.study.steps import sweep_steps
 
     if args.refine_steps < 1:
@@ -567,7 +568,8 @@ def soft_tokens(args: argparse.Namespace) -> None:
             "'refinement', for example with the recipe `smollm2-135m/gircse`"
         )
     pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
-    rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps)
+    asked = HeldoutEvaluation(pairs).asked(embedder)
+    rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
     if args.out:
         from anchor_embedding.common.files import write_text
         from anchor_embedding.study.steps import sweep_record

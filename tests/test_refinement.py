@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 from test_distributed import PAIRS, start
 
+from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
+from anchor_embedding.evaluate.heldout import split_pairs
+from anchor_embedding.evaluate.retrieval import rank_metrics
 from anchor_embedding.model.loading import merge_lora
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.train.recipe import Recipe
@@ -118,6 +121,36 @@ def test_adapter_and_merged_weights_give_the_same_vectors(bases, tmp_path):
                 rtol=1e-3,
                 atol=1e-3,
             )
+
+
+def test_the_command_asks_with_the_instructions_of_training(bases, tmp_path, capsys):
+    words = [
+        f"{word} {number}" for number in range(8) for word in ("anchor", "ship", "tide", "rope")
+    ]
+    rows = [{"query": word, "positive": f"a text about {word}"} for word in words]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = "find the passage that answers this question"
+    Embedder.from_pretrained(
+        bases / "llama",
+        dtype="float32",
+        device="cpu",
+        pooling="mean",
+        soft_tokens=SoftTokens(steps=3),
+        instructions={"table": {"own": [told]}, "symmetric": []},
+    ).save_pretrained(tmp_path / "model")
+    embedder = load(tmp_path / "model")
+    options = ["--heldout", "12", "--seed", "1", "--dtype", "float32", "--refine-steps", "3"]
+    data = str(tmp_path / "own.jsonl")
+    assert main(["soft-tokens", str(tmp_path / "model"), "--data", data, *options]) == 0
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    heldout = split_pairs(data, 12, 1).part("development").retrieval()
+    documents = embedder.encode(heldout.documents)
+    figures = [
+        rank_metrics(heldout.ranks(embedder.encode(heldout.queries, asked), documents))
+        for asked in (told, None)
+    ]
+    assert {name: shown[name] for name in figures[0]} == pytest.approx(figures[0], abs=1e-4)
+    assert figures[0] != figures[1]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 8192])

@@ -179,18 +179,25 @@ class HeldoutEvaluation:
         }
         return [line, *(self.tasks(embedder) if self.tasks else ())]
 
-    def encode(self, embedder: Embedder) -> tuple[np.ndarray, np.ndarray]:
-        "The vectors of the queries and of the documents, with the instructions of training."
+    def asked(self, embedder: Embedder) -> tuple[list[str | None], list[str | None]]:
+        "The instructions of training for every query and for every document."
         instructions = trained_instructions(embedder)
         sides = (
             (self.heldout.queries, self.query_dataset),
             (self.heldout.documents, self.document_dataset),
         )
-        vectors = []
-        for side, (texts, dataset_of) in enumerate(sides):
-            asked = [instructions.for_example(dataset_of[text], 0)[side] for text in texts]
-            vectors.append(embedder.encode(texts, asked, progress=False))
-        return tuple(vectors)
+        return tuple(
+            [instructions.for_example(dataset_of[text], 0)[side] for text in texts]
+            for side, (texts, dataset_of) in enumerate(sides)
+        )
+
+    def encode(self, embedder: Embedder) -> tuple[np.ndarray, np.ndarray]:
+        "The vectors of the queries and of the documents, with the instructions of training."
+        sides = (self.heldout.queries, self.heldout.documents)
+        return tuple(
+            embedder.encode(texts, asked, progress=False)
+            for texts, asked in zip(sides, self.asked(embedder), strict=True)
+        )
 
 
 def one_row(lines: Iterable[dict]) -> dict:

@@ -35,7 +35,9 @@ def sweep_steps(
     heldout: HeldoutRetrieval,
     # largest number of soft tokens; a model with pause tokens has no more than the trained ones
     steps: int = 20,
-    instruction: str | None = None,  # of the queries
+    # of the queries, and of the documents: one for all, or one for each
+    instruction: str | Sequence[str | None] | None = None,
+    document_instruction: str | Sequence[str | None] | None = None,
     **settings,  # of `Embedder.encode`: batch_tokens, progress
     # for 0 … steps: steps, ndcg_at_10, recall_at_1, mrr; gain of nDCG over step 1, and low and high
     # of its 95 % interval; ranks
@@ -46,7 +48,7 @@ def sweep_steps(
     def both(model, **more):
         return (
             model.encode(heldout.queries, instruction, **more, **settings),
-            model.encode(heldout.documents, **more, **settings),
+            model.encode(heldout.documents, document_instruction, **more, **settings),
         )
 
     queries, documents = both(embedder, refine_steps=every)
