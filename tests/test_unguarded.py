@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import anchor_embedding.data.store as store_module
 from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.common.tiny import tiny_model
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
@@ -120,7 +120,27 @@ def test_changed_data_are_refused_on_resume(base, pairs, tmp_path, capsys):
     assert (tmp_path / "run" / "step-000002").is_dir() and not (tmp_path / "run" / "final").exists()
 
 
-@pytest.mark.parametrize("changed", ["base", "instructions", ""])
+def change_base(folder, part):
+    """Change a part of a model under the same path."""
+    if part == "weights":
+        tiny_model("llama", seed=1).save_pretrained(folder)
+        return
+    path = folder / part
+    content = json.loads(path.read_text()) if path.suffix == ".json" else None
+    if part == "config.json":
+        content["rms_norm_eps"] = 0.01
+    if part == "tokenizer.json":
+        vocabulary = content["model"]["vocab"]
+        *_, one, other = vocabulary
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    text = json.dumps(content) if content else path.read_text() + "{# changed #}"
+    path.write_text(text)
+
+
+PARTS = ["weights", "tokenizer.json", "chat_template.jinja", "config.json"]
+
+
+@pytest.mark.parametrize("changed", [*PARTS, "instructions", ""])
 def test_a_changed_base_or_instruction_is_refused_on_resume(base, pairs, tmp_path, capsys, changed):
     own = shutil.copytree(base, tmp_path / "base")
     instructions = tmp_path / "instructions.csv"
@@ -133,16 +153,51 @@ def test_a_changed_base_or_instruction_is_refused_on_resume(base, pairs, tmp_pat
     shutil.copytree(own, tmp_path / "copy")  # other times, the same weights
     shutil.rmtree(own)
     shutil.copytree(tmp_path / "copy", own, copy_function=shutil.copyfile)
-    if changed == "base":
-        tiny_model("llama", seed=1).save_pretrained(own)
+    if changed in PARTS:
+        change_base(own, changed)
     if changed == "instructions":
         instructions.write_text("dataset,instruction\npairs,Find something else\n")
+    what = "base" if changed in PARTS else changed
     if changed:
-        with pytest.raises(InputError, match=f"{changed} = .*not what this run began with"):
+        with pytest.raises(InputError, match=f"{what} = .*not what this run began with"):
             train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
     else:
         train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
     assert (tmp_path / "run" / "final").exists() == (not changed)
+
+
+@pytest.mark.parametrize("changed", ["weights", "tokenizer_config.json", ""])
+def test_a_changed_teacher_is_refused_on_resume(base, pairs, tmp_path, changed):
+    own = shutil.copytree(base, tmp_path / "teacher")
+    settings = {"objective": "distilled_reconstruction", "teacher": str(own)}
+    recipe = small(base, pairs, checkpoint_every=1, **settings)
+    train(recipe, tmp_path / "run", progress=False, say=quiet)
+    for name in ("final", "step-000003"):
+        shutil.rmtree(tmp_path / "run" / name)
+    if changed == "weights":
+        change_base(own, changed)
+    elif changed:
+        (own / changed).write_text((own / changed).read_text() + "\n")
+    if changed:
+        with pytest.raises(InputError, match="teacher = .*not what this run began with"):
+            train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    else:
+        train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert (tmp_path / "run" / "final").exists() == (not changed)
+
+
+@pytest.mark.parametrize("objective", ["language_model", "distilled_reconstruction"])
+def test_pairs_beyond_the_context_are_refused_before_the_first_step(pairs, tmp_path, objective):
+    tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path / "base")
+    tiny_tokenizer("smollm2").save_pretrained(tmp_path / "base")
+    settings = {"objective": objective}
+    if objective == "distilled_reconstruction":
+        settings["teacher"] = str(tmp_path / "base")
+    recipe = small(tmp_path / "base", pairs, **settings)
+    with pytest.raises(InputError, match="two texts of max_length = 40.* has 64; lower max_length"):
+        train(recipe, tmp_path / "run", progress=False, say=quiet)
+    assert not (tmp_path / "run").exists()
+    train(recipe.replace(max_length=24), tmp_path / "run", progress=False, say=quiet)
 
 
 def test_an_instruction_that_is_too_long_is_refused_before_the_first_step(base, tmp_path):

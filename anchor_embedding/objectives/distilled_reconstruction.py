@@ -62,6 +62,20 @@ class DistilledReconstruction(Reconstruction):
             )
         return replace(super().prepared(tokenizer), between=tuple(separator_ids(tokenizer)))
 
+    def models(self) -> dict[str, str]:
+        "The teacher."
+        return {"teacher": self.teacher} if self.teacher_weight else {}
+
+    def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
+        "See `Objective.check_context`: the teacher reads both texts."
+        if not self.teacher_weight:
+            return
+        teacher = _teacher(self.teacher, decoder.device, decoder.compute_dtype)
+        target = min(tokenizer.room + self.predict_eos, self.target_tokens or tokenizer.max_length)
+        longest = len(self.before) + tokenizer.room + len(self.between) + target - 1
+        what = f"for the teacher, two texts of max_length = {tokenizer.max_length}"
+        check_positions(teacher, longest, what)
+
     def measured(self) -> Reconstruction:
         "See `Anchored.measured`: without the teacher."
         return replace(super().measured(), teacher_weight=0.0)

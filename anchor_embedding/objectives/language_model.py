@@ -41,6 +41,13 @@ class LanguageModel(TokenMeans):
         line_break = tokenizer.tokenizer("\n", add_special_tokens=False)["input_ids"]
         return replace(self, before=tokenizer.template.opening, between=tuple(line_break))
 
+    def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
+        "See `Objective.check_context`."
+        both = 2 * tokenizer.room - 1  # the last target is not read
+        longest = len(self.before) + len(self.between) + both
+        what = f"two texts of max_length = {tokenizer.max_length}, one after the other,"
+        check_positions(decoder, longest, what)
+
     def weights(self) -> dict[str, float]:
         "The weight of each direction in the loss."
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}

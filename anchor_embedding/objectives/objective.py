@@ -117,6 +117,15 @@ class Objective(Checked):
         "The same objective with the token ids that it needs. Raises `InputError`."
         return self
 
+    def check_context(self, decoder, tokenizer) -> None:
+        """Raise `InputError` if a sequence that this objective makes of two texts of `max_length`
+        tokens does not fit into a model's context. Called on a prepared objective.
+        """
+
+    def models(self) -> dict[str, str]:  # setting → folder or name
+        "The models besides the base that its settings name, whose weights are part of the loss."
+        return {}
+
     def watches(self, step: int) -> bool:
         "Whether `watch` is called before a step."
         return False

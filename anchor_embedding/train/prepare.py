@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'find_instructions',
-           'batch_plan', 'make_data', 'weights_digest', 'prepare_tokenizer', 'opening_of', 'prepare_embedder',
-           'base_shape', 'least_free', 'fit_to_device']
+           'batch_plan', 'make_data', 'weights_digest', 'files_digest', 'prepare_tokenizer', 'opening_of',
+           'prepare_embedder', 'base_shape', 'least_free', 'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
 import hashlib
@@ -24,6 +24,7 @@ import torch
 
 # %% ../../nbs/train/35_prepare.ipynb #be923f2c
 from ..common.errors import InputError
+from ..common.files import read_json
 from ..common.provenance import device_name
 from anchor_embedding.data.batches import (
     BatchPlan,
@@ -318,6 +319,25 @@ def weights_digest(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def files_digest(folder: str | Path) -> str:
+    """A digest of the files beside the weights in a folder: configuration, tokenizer and chat
+    template; for an adapter also of its base. Empty for the name of a model on the hub.
+    """
+    if not Path(folder).is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode())
+            digest.update(content)
+    adapter = Path(folder) / "adapter_config.json"
+    if adapter.exists():
+        own = read_json(adapter, "save the adapter again").get("base_model_name_or_path")
+        digest.update(f"{own and weights_digest(own)} {own and files_digest(own)}".encode())
+    return digest.hexdigest()[:16]
+
+
 def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
@@ -363,6 +383,7 @@ def prepare_embedder(
         if recipe.sharding == "none":  # fsdp gathers weights in the dtype of products anyway
             halve_frozen(decoder)
     objective = recipe.objective.prepared(tokenizer)
+    objective.check_context(decoder, tokenizer)
     soft_tokens = objective.soft_tokens
     if soft_tokens and soft_tokens.kind == "pause":
         if start:
@@ -390,6 +411,7 @@ def prepare_embedder(
         **{key: getattr(recipe, key) for key in AUTOMATIC},
         "base": base.source,
         "base_digest": revision or weights_digest(base.path),
+        "base_files_digest": revision or files_digest(base.path),
         "device": device_name(device),
         "dtype": str(dtype),
         "dtype_reason": reason,
@@ -397,6 +419,10 @@ def prepare_embedder(
     }
     if revision:
         card["base_revision"] = revision
+    for setting, name in recipe.objective.models().items():
+        path = resolve_base(name, say).path
+        own = weights_digest(path) + files_digest(path)
+        card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
     instructions = instructions_record(recipe.instructions)
     card["instructions"] = instructions

@@ -370,8 +370,8 @@ def _finite(value):
 
 
 def write_card(run: Training) -> str:
-    """Write card.json and return one line for the log. Raises `InputError` if the data, the base or
-    the instructions are not those that the run began with.
+    """Write card.json and return one line for the log. Raises `InputError` if the data, the base, the
+    instructions or a teacher are not those that the run began with.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
@@ -381,7 +381,9 @@ def write_card(run: Training) -> str:
             f"{recipe.data}: the pairs are not those this run began with (see "
             f"{path}); restore them or choose another --out"
         )
-    for key, what in {"base_digest": "base", "instructions": "instructions"}.items():
+    parts = {"base_digest": "base", "base_files_digest": "base", "instructions": "instructions"}
+    parts |= {f"{setting}_digest": setting for setting in recipe.objective.models()}
+    for key, what in parts.items():
         kept = before.get(key)  # unknown for a model of the hub that was not in the cache
         if kept and run.card[key] and kept != run.card[key]:
             raise InputError(
