@@ -46,7 +46,7 @@ class _Tally:
         self.measure = measure
         self.lengths = {name: array("i") for name in ("query", "positive", "negatives")}
         self.digests = {name: array("Q") for name in ("rows", "queries", "positives")}
-        self.with_negatives = self.query_is_positive = self.bad_rows = 0
+        self.with_negatives = self.query_is_positive = self.own_negative = self.bad_rows = 0
         self.empty = dict.fromkeys(("query", "positive", "negatives"), 0)
 
     def add(self, example: Example) -> None:
@@ -61,6 +61,7 @@ class _Tally:
         self.digests["positives"].append(_digest(example.positive.encode()))
         self.with_negatives += bool(example.negatives)
         self.query_is_positive += example.query == example.positive
+        self.own_negative += not {example.query, example.positive}.isdisjoint(example.negatives)
 
     def add_empty(self, row: dict) -> None:
         "Count the blank fields of a raw row."
@@ -96,6 +97,7 @@ def _figures(tally):
             for name, digests in tally.digests.items()
         },
         "query_is_positive": tally.query_is_positive,
+        "own_negative": tally.own_negative,
         "empty": tally.empty,
         "bad_rows": tally.bad_rows,
     }
@@ -233,6 +235,17 @@ def _fault_rows(check):
         yield name, *(f"{count:,}" if count else "–" for count in counts)
 
 # %% ../../nbs/data/35_check.ipynb #f26e8d4c
+def _own_negatives(check):
+    "A sentence about rows with a text of their own among their negatives; empty if there are none."
+    rows = sum(figures["own_negative"] for figures in check.datasets.values())
+    if not rows:
+        return ""
+    return (
+        f"{counted(rows, 'row')} with their own query or positive among their negatives: remove "
+        "it there, or it is learned as a wrong answer"
+    )
+
+
 def _check_text(check):
     "The check as text."
     lines = [
@@ -242,6 +255,8 @@ def _check_text(check):
         rows_text(_SIZES, _size_rows(check)),
     ]
     lines += ["", rows_text(_FAULTS, _fault_rows(check))]
+    if sentence := _own_negatives(check):
+        lines += ["", sentence]
     if check.bad:
         lines += [
             "",
@@ -256,9 +271,10 @@ def _check_html(check):
     bad = "".join(f"<li>{escape(message)}</li>" for message in check.bad)
     tables = rows_html("Sizes", _SIZES, _size_rows(check))
     tables += rows_html("Faults", _FAULTS, _fault_rows(check))
+    own = f"<p>{escape(_own_negatives(check))}</p>" if _own_negatives(check) else ""
     return (
         f"<p>{escape(_check_title(check))}; {escape(check.unit)}: median / 95th percentile / "
-        f"maximum</p>{tables}" + (f"<ul>{bad}</ul>" if bad else "")
+        f"maximum</p>{tables}{own}" + (f"<ul>{bad}</ul>" if bad else "")
     )
 
 # %% ../../nbs/data/35_check.ipynb #41c4be8c
