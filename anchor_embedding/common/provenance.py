@@ -75,11 +75,21 @@ def _runs_without_result(folder):
     return runs
 
 
+def _ended(run):
+    "Whether the card of a run has the totals that are written at its end."
+    try:
+        return "seconds" in json.loads((run / "card.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def find_cards(
     folder: Path,  # of a model
 ) -> list[dict]:  # first stage first; empty for a model without a run
     "The cards of the runs that made a model. Raises `InputError` for a damaged card."
     runs = _runs_without_result(folder)
+    if len(runs) > 1:  # an arm whose name begins alike has not ended
+        runs = [run for run in runs if _ended(run)]
     run = runs[0] if len(runs) == 1 else folder.parent
     if (folder / "card.json").is_file():  # the run itself
         run = folder
