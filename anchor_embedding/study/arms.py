@@ -8,7 +8,6 @@ __all__ = ['LOOKS', 'run_arm', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_o
            'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
-import itertools
 import json
 import os
 import platform
@@ -27,10 +26,11 @@ from ..common.errors import InputError, Stopped
 from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.batches import Instructions
+from ..data.examples import Example
 from ..embed.embedder import Embedder
 from ..embed.vectors import unit
 from ..evaluate.heldout import SplitPairs
-from ..evaluate.retrieval import mean_cosine, rank_metrics
+from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
 from ..model.shape import read_shape
 from anchor_embedding.study.duration import (
     REST,
@@ -213,25 +213,30 @@ def one_row(lines: Iterable[dict]) -> dict:
 
 
 def evaluations(folder: Path) -> list[dict]:
-    "A row for every evaluation of a run, in the order of the steps."
-    lines = read_log(folder / "evals.jsonl")
-    return [
-        {**one_row(of_step), "step": step}
-        for step, of_step in itertools.groupby(lines, key=lambda line: line["step"])
-    ]
+    """A row for every held-out evaluation of a run, in the order of the steps, with the task scores
+    that training or a later `sweep` wrote for the same step and settings.
+    """
+    by_step = {}
+    settings = {}  # task → those of its first line
+    for line in read_log(folder / "evals.jsonl"):
+        own = [line.get(key) for key in ("prompts", "max_length", "dtype")]
+        if "task" not in line or settings.setdefault(line["task"], own) == own:
+            by_step.setdefault(line["step"], []).append(line)
+    rows = [one_row(of_step) | {"step": step} for step, of_step in by_step.items()]
+    return [row for row in rows if "ranks" in row]
 
 # %% ../../nbs/study/48_arms.ipynb #af67d9bf
 def measured_work(
     arms: Mapping[str, Pipeline],
     base: str,  # folder
-    pairs: SplitPairs,
+    train: Sequence[Example],
+    heldout: HeldoutRetrieval,
 ) -> tuple[Work, float]:  # and the operations a second of this machine
     "The work of the arms, and the speed of this machine from encoding 48 texts."
     embedder = base_embedder(first_stage(arms), base)
     shape = read_shape(base)
-    heldout = pairs.retrieval()
     texts = [*heldout.queries, *heldout.documents]
-    work = work_of_arms(arms, embedder, shape, pairs.train, texts)
+    work = work_of_arms(arms, embedder, shape, train, texts)
     some = random.Random(0).sample(texts, min(48, len(texts)))
     return work, reading_speed(embedder, shape, some)
 
@@ -241,18 +246,18 @@ def run_arms(
     out: Path,
     base: str,  # folder
     pairs: SplitPairs,
-    evaluate: Callable[[Embedder], list[dict]],
+    evaluate: HeldoutEvaluation,
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
 ) -> dict[int, dict[str, dict[str, Path]]]:  # seed → name → stage → run folder
     "Train every arm with every seed, under one progress bar. Finished work is not repeated."
     first = min(arms)
     places = {seed: seed_folder(out, seed, first) for seed in arms}
-    work, speed = measured_work(arms[first], base, pairs)
-    whole = sum(work.of_arms(of_seed) for of_seed in arms.values())
+    work, speed = measured_work(arms[first], base, pairs.train, evaluate.heldout)
+    whole = sum(work.of_arms(same_seed) for same_seed in arms.values())
     done = 0.0
-    for seed, of_seed in arms.items():
-        for name, arm in of_seed.items():
+    for seed, same_seed in arms.items():
+        for name, arm in same_seed.items():
             finished = (places[seed] / name).exists()
             for stage, recipe in arm.stages.items():
                 folder = places[seed] / "runs" / f"{name}-{stage}"
@@ -272,12 +277,12 @@ def run_arms(
             return lines
 
         folders = {}
-        for seed, of_seed in arms.items():
+        for seed, same_seed in arms.items():
             if len(arms) > 1:
                 say(f"seed {seed}")
             folders[seed] = {
                 name: run_arm(arm, places[seed], base, pairs, evaluate_in_job, False, say, job.step)
-                for name, arm in of_seed.items()
+                for name, arm in same_seed.items()
             }
     return folders
 
@@ -330,15 +335,17 @@ def comparison(
     """
     heldout = evaluate.heldout
     curves = {
-        str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in of_seed.items()}
-        for seed, of_seed in rows.items()
+        str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in same_seed.items()}
+        for seed, same_seed in rows.items()
     }
     first = next(iter(rows.values()))
     start = untouched(arms, first, base, evaluate)
     ranks = {}
     for name in arms:
         if first[name]:
-            ranks[name] = {str(seed): of_seed[name][-1]["ranks"] for seed, of_seed in rows.items()}
+            ranks[name] = {
+                str(seed): same_seed[name][-1]["ranks"] for seed, same_seed in rows.items()
+            }
     if len(rows) == 1:
         ranks = {name: next(iter(of_arm.values())) for name, of_arm in ranks.items()}
     return {
