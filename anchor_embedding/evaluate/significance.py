@@ -56,6 +56,9 @@ class Difference:
             "behind": "{} is behind",
             "level": "{} makes no difference that is more than noise",
         }
+        if self.alternative != "two-sided":  # the other direction was not tested
+            expected = {"greater": "ahead", "less": "behind"}[self.alternative]
+            sentences["level"] = f"{{}} is not shown to be {expected}"
         return sentences.get(self.verdict, "no verdict on {}").format(name)
 
     def sure(self, digits: int = 3) -> str:
