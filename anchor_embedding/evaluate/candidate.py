@@ -103,14 +103,16 @@ _OF_ONE_RUN = ("name", "description", "seed", "base", "data")
 
 
 def _lineage(cards: list[dict]) -> str:
-    """A hash that runs share if only the seed differs: of the base model, and of the settings and
-    the pairs of every stage.
+    """A hash that runs share if only the seed differs: of the base model, of the settings and the
+    pairs of every stage, and of the checkpoint if it is not the last one.
     """
     stages = []
     for card in cards:
         recipe = card["recipe"]
         settings = {key: value for key, value in recipe.items() if key not in _OF_ONE_RUN}
         stages.append([settings, card.get("fingerprint", recipe["data"])])
+        if "checkpoint" in card:
+            stages.append(card["checkpoint"])
     base = cards[0].get("base_revision", cards[0]["recipe"]["base"])
     return digest([base, stages])
 
