@@ -1326,6 +1326,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/evaluate/paper.py'),
                                                  'anchor_embedding.evaluate.paper._remarks': ( 'evaluate/paper.html#_remarks',
                                                                                                'anchor_embedding/evaluate/paper.py'),
+                                                 'anchor_embedding.evaluate.paper._repeated_seed': ( 'evaluate/paper.html#_repeated_seed',
+                                                                                                     'anchor_embedding/evaluate/paper.py'),
                                                  'anchor_embedding.evaluate.paper._resource': ( 'evaluate/paper.html#_resource',
                                                                                                 'anchor_embedding/evaluate/paper.py'),
                                                  'anchor_embedding.evaluate.paper._score_files': ( 'evaluate/paper.html#_score_files',

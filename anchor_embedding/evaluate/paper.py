@@ -447,10 +447,20 @@ def _query_scores(one: dict, other: dict) -> dict[str, tuple[list[float], list[f
     return by_task
 
 # %% ../../nbs/evaluate/50_paper.ipynb #6aba6c29
+def _repeated_seed(runs: list[dict]) -> bool:
+    "Whether two runs have the same seed."
+    seeds = [run["seed"] for run in runs if run.get("seed") is not None]
+    return len(set(seeds)) < len(seeds)
+
+
 def _pairs_of_runs(others: list[dict], runs: list[dict]) -> list[tuple[dict, dict]]:
-    "The runs of two models that are compared: those with the same seed, or the only one of each."
+    """The runs of two models that are compared: those with the same seed, or the only one of each.
+    There are none if two runs of a model have the same seed.
+    """
     if len(others) == len(runs) == 1:
         return [(others[0], runs[0])]
+    if _repeated_seed(others) or _repeated_seed(runs):
+        return []
     by_seed = {run.get("seed"): run for run in others if run.get("seed") is not None}
     return [(by_seed[run["seed"]], run) for run in runs if run.get("seed") in by_seed]
 
@@ -545,6 +555,10 @@ def _not_compared(groups) -> list[str]:
             lines.append(f"{pair}: they were scored with {why}")
         elif changed := sorted(set(tasks) & set(_other_data(one, other))):
             lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
+        elif tasks and (_repeated_seed(others) or _repeated_seed(runs)):
+            lines.append(
+                f"{pair}: two runs of one have the same seed, so it is not known which form a pair"
+            )
         elif tasks and not _pairs_of_runs(others, runs):
             lines.append(
                 f"{pair}: they share no seed, and only runs with the same seed are compared"
@@ -595,17 +609,27 @@ def same_base(
     """The base model of Tables 14 and 15 that the scored models were trained from. Raises
     `InputError` if there is none, or more than one.
     """
-    bases = {
-        str(run.get("about", {}).get("recipe", {}).get("base", run.get("model", "")))
-        for run in chain.from_iterable(gather_scores(scores).values())
+    runs = [*chain.from_iterable(gather_scores(scores).values())]
+    recipes = [run.get("about", {}).get("recipe") or {} for run in runs]
+    trained = {str(recipe["base"]) for recipe in recipes if "base" in recipe}
+    bases = trained | {
+        str(run.get("model", ""))
+        for run, recipe in zip(runs, recipes, strict=True)
+        if "base" not in recipe
     }
     models = _scores_by_task()["model"].unique()
-    found = [
-        model
-        for model in models
-        if any(model.lower().removesuffix("-instruct") in base.lower() for base in bases)
+
+    def of_base(model, base):
+        return model.lower().removesuffix("-instruct") in base.lower()
+
+    found = [model for model in models if any(of_base(model, base) for base in bases)]
+    others = [  # the result of an earlier stage does not say what that was trained from
+        base
+        for base in trained
+        if not re.fullmatch(r"final|step-\d+", Path(base).name)
+        and not any(of_base(model, base) for model in models)
     ]
-    if len(found) > 1:
+    if len(found) > 1 or (found and others):
         raise InputError(
             f"the scored models have several bases ({', '.join(sorted(bases))}); compare those of "
             f"one base, or name the model to compare with: --paper {' or --paper '.join(found)}"
