@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ..common.errors import InputError, Stopped
+from ..common.files import finite
 from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.batches import Instructions
@@ -388,6 +389,6 @@ def report_card(
         "counts": {"train": len(pairs.train), "heldout": len(pairs.heldout)},
         "competitors": {name: card["competitors"] for name, card in runs.items()},
         "tokens_per_second": {name: card["tokens_per_second"] for name, card in runs.items()},
-        "recipes": {name: recipe.to_dict() for name, recipe in recipes.items()},
+        "recipes": {name: finite(recipe.to_dict()) for name, recipe in recipes.items()},
         **pairs.source,
     }

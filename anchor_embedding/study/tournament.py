@@ -23,7 +23,7 @@ import pandas as pd
 # %% ../../nbs/study/60_tournament.ipynb #3d1a14af
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, write_text
+from ..common.files import atomic_file, finite, write_text
 from ..common.settings import closest
 from ..data.examples import fingerprint
 from ..embed.embedder import Embedder, read_tokenizer
@@ -209,10 +209,10 @@ def enter(
     if it began with another request.
     """
     kept = out / "runs" / f"{entrant.name}.json"
-    asked = json.loads(json.dumps(asked | {"recipe": entrant.to_dict()}))
+    asked = json.loads(json.dumps(asked | {"recipe": finite(entrant.to_dict())}))
     runs = [out / "runs" / f"{entrant.name}-{stage}" for stage in entrant.stages]
     if kept.exists() and any(path.exists() for path in (out / entrant.name, *runs)):
-        before = json.loads(kept.read_text(encoding="utf-8"))
+        before = finite(json.loads(kept.read_text(encoding="utf-8")))
         changed = [key for key in asked if before["asked"].get(key) != asked[key]]
         if changed:
             raise InputError(

@@ -33,7 +33,7 @@ from anchor_embedding.train.prepare import (
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import finite, write_text
 from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
@@ -360,15 +360,6 @@ def course_of_rate(recipe: Recipe) -> str:
     return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
 
 
-def _finite(value):
-    "Settings with a word in place of a number that JSON does not have: inf."
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_card(run: Training) -> str:
     """Write card.json and return one line for the log. Raises `InputError` if the data, the base, the
     instructions or a teacher are not those that the run began with.
@@ -399,7 +390,7 @@ def write_card(run: Training) -> str:
     packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
-        "recipe": _finite(recipe.to_dict()),
+        "recipe": finite(recipe.to_dict()),
         **run.card,
         **run.data.source,
         "template": run.embedder.tokenizer.config(),
@@ -407,7 +398,7 @@ def write_card(run: Training) -> str:
         "processes": run.world,
         "sharded": is_sharded(run.model),
         "competitors": pool,
-        "deviations": _finite(deviations(recipe)),
+        "deviations": finite(deviations(recipe)),
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
         "starts": [*before.get("starts", []), start],
