@@ -179,7 +179,7 @@ def test_a_changed_teacher_is_refused_on_resume(base, pairs, tmp_path, changed):
     elif changed:
         (own / changed).write_text((own / changed).read_text() + "\n")
     if changed:
-        with pytest.raises(InputError, match="teacher = .*not what this run began with"):
+        with pytest.raises(InputError, match=r"teacher = .*not what this run began with"):
             train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
     else:
         train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
@@ -194,7 +194,7 @@ def test_pairs_beyond_the_context_are_refused_before_the_first_step(pairs, tmp_p
     if objective == "distilled_reconstruction":
         settings["teacher"] = str(tmp_path / "base")
     recipe = small(tmp_path / "base", pairs, **settings)
-    with pytest.raises(InputError, match="two texts of max_length = 40.* has 64; lower max_length"):
+    with pytest.raises(InputError, match=r"two texts of max_length = 40.* has 64; lower max_length"):
         train(recipe, tmp_path / "run", progress=False, say=quiet)
     assert not (tmp_path / "run").exists()
     train(recipe.replace(max_length=24), tmp_path / "run", progress=False, say=quiet)
