@@ -351,6 +351,11 @@ def search(args: argparse.Namespace) -> None:
     corpus = Corpus(args.vectors)
     find = _finder(args, corpus)
     embedder = _embedder(args, **corpus.reading())
+    if args.instruction is None and embedder.instructions not in (None, "none"):
+        _say(
+            "note: this model was trained with instructions in front of queries, and the question "
+            "has none; give one with --instruction"
+        )
     for question, hits in zip(args.questions, find(embedder), strict=True):
         if args.json:
             record = {"question": question, "approximate": args.approximate}

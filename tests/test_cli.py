@@ -478,6 +478,21 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
     )
 
 
+def test_a_search_without_the_instructions_of_training_says_so(base, tmp_path, capsys):
+    model = str(tmp_path / "model")
+    trained = Embedder.from_pretrained(base, "float32", "cpu", instructions="paper")
+    trained.save_pretrained(model)
+    (tmp_path / "texts.txt").write_text("the anchor\nthe tide\n")
+    corpus = str(tmp_path / "vectors")
+    assert main(["encode", model, "--in", str(tmp_path / "texts.txt"), "--out", corpus]) == 0
+    said = []
+    for more in ([], ["--instruction", "find it"]):
+        capsys.readouterr()
+        assert main(["search", model, corpus, "anchor", *more]) == 0
+        said.append("give one with --instruction" in capsys.readouterr().err)
+    assert said == [True, False]
+
+
 def check_approximate(capsys, words, exact, folder):
     """An index gives the same hits and says that they are approximate; bad input gives one line."""
     assert "has no index; build it" in failure(capsys, *words, "--approximate")
