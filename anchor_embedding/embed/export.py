@@ -552,7 +552,8 @@ def _model_facts(
     if sizes:
         facts["shorter vectors"] = (
             f"trained at {', '.join(map(str, sizes))} dimensions: "
-            "SentenceTransformer(…, truncate_dim=…)"
+            "SentenceTransformer(…, truncate_dim=…), of length 1 with "
+            "encode(…, normalize_embeddings=True)"
         )
     return {key: value for key, value in facts.items() if value}
 
