@@ -298,9 +298,8 @@ class Contrastive(ContrastiveLoss):
     def groups(self, model, batch: TokenBatch) -> list[list[int]]:
         "The rows of each micro-batch."
         rows = zip(batch.queries, batch.positives, batch.negatives, strict=True)
-        return agreed_parts(
-            model, [len(q) + len(p) + sum(map(len, n)) for q, p, n in rows], self.token_budget
-        )
+        lengths = [self.row_tokens(len(q), len(p), *map(len, n)) for q, p, n in rows]
+        return agreed_parts(model, lengths, self.token_budget)
 
     def facts(self, batch: TokenBatch, device, rank: int = 0, world: int = 1) -> torch.Tensor:
         "(n, 2) int64: key and pool of each text."
@@ -389,14 +388,15 @@ class Contrastive(ContrastiveLoss):
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         """Query, positive and hard negatives, each with its soft tokens. A fraction of a negative
-        counts as that part of a document.
+        counts as that part of one.
         """
         soft = self.soft_tokens.steps if self.soft_tokens else 0
-        texts = self.read(lengths.query, lengths.document)
-        query, document = (length + soft for length in texts)
+        each = lengths.document if lengths.negative is None else lengths.negative
+        texts = self.read(lengths.query, lengths.document, each)
+        query, document, negative = (length + soft for length in texts)
         whole = int(lengths.negatives)
         rest = lengths.negatives - whole
-        negatives = (document,) * whole + ((rest * document,) if rest else ())
+        negatives = (negative,) * whole + ((rest * negative,) if rest else ())
         return PairTokens(
             query=lengths.query,
             document=lengths.document,

@@ -144,9 +144,20 @@ class DistilledReconstruction(Reconstruction):
                 "wrong source too: leave `anchor` out, or take `objective` = 'reconstruction'"
             )
 
+    def row_tokens(self, query: float, *documents: float) -> float:
+        "See `Objective.row_tokens`: the teacher reads both texts in every direction."
+        read_by_teacher = (query + sum(documents)) * len(self._trained_directions())
+        return super().row_tokens(query, *documents) + read_by_teacher
+
+    def _trained_directions(self):
+        "The directions whose weight is not 0; none without a teacher."
+        return [
+            name for name, weight in self.directions().items() if weight and self.teacher_weight
+        ]
+
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Those of Stage I, and the teacher's sequences among the encoded ones."
         own = super().pair_tokens(lengths)
         bodies = lengths.query_body + lengths.document_body
-        used = sum(1 for weight in self.directions().values() if weight)
+        used = len(self._trained_directions())
         return replace(own, encoded=(*own.encoded, *(lengths.opening + 1 + bodies,) * used))

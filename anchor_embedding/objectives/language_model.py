@@ -85,7 +85,14 @@ class LanguageModel(TokenMeans):
             yield "a language model reads causally: leave `attention` out"
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "Two sequences, each of which holds both texts."
+        "A sequence with both texts for each direction whose weight is not 0."
         both = {"query": lengths.query, "document": lengths.document}
-        bodies = lengths.query_body + lengths.document_body
-        return PairTokens(**both, encoded=(lengths.opening + bodies,) * 2, scored=bodies)
+        bodies = {"q2d": lengths.document_body, "d2q": lengths.query_body}
+        sequence = lengths.opening + sum(bodies.values())
+        used = self._trained()
+        scored = sum(bodies[name] for name in used)
+        return PairTokens(**both, encoded=(sequence,) * len(used), scored=scored)
+
+    def row_tokens(self, query: float, *documents: float) -> float:
+        "See `Objective.row_tokens`: every sequence holds both texts."
+        return (query + sum(documents)) * len(self._trained())

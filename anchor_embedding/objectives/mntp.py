@@ -119,6 +119,10 @@ class MaskedPrediction(TokenMeans):
                 'give attention = "bidirectional"'
             )
 
+    def row_tokens(self, query: float, *documents: float) -> float:
+        "See `Objective.row_tokens`: each text is read once with every pooling."
+        return query + sum(documents)
+
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Each text is read once with every pooling."
         both = {"query": lengths.query, "document": lengths.document}

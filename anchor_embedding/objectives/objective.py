@@ -29,7 +29,8 @@ class TextLengths:
     query_body: float  # its own tokens
     document_body: float  # its own tokens
     opening: float  # tokens in front of a body
-    negatives: float = 0  # hard negatives of a pair that the objective uses, each a document
+    negatives: float = 0  # hard negatives of a pair that the objective uses …
+    negative: float | None = None  # … each encoded, with template; None: as long as the document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,12 @@ class Objective(Checked):
     def departures(self, recipe) -> dict:  # what → (here, in the paper)
         "The differences from its paper that are not settings of the objective."
         return {}
+
+    def row_tokens(self, query: float, *documents: float) -> float:
+        """Encode tokens of a pair with texts of these lengths: what `token_budget` counts when
+        micro-batches are made.
+        """
+        return sum(self.read(query, *documents))
 
     def read(self, *lengths: float) -> tuple[float, ...]:
         """Lengths of the sequences that `decoder.encode` makes of texts: echo poolings read each

@@ -157,7 +157,8 @@ class TokenMeans(Objective):
 
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of at most `token_budget` encode tokens."
-        lengths = [len(q) + len(d) for q, d in zip(batch.queries, batch.positives, strict=True)]
+        rows = zip(batch.queries, batch.positives, strict=True)
+        lengths = [self.row_tokens(len(q), len(d)) for q, d in rows]
         return [batch.take(group) for group in agreed_parts(model, lengths, self.token_budget)]
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
