@@ -3006,6 +3006,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan._has_data': ( 'train/plan.html#_has_data',
                                                                                         'anchor_embedding/train/plan.py'),
+                                             'anchor_embedding.train.plan._instruction_lengths': ( 'train/plan.html#_instruction_lengths',
+                                                                                                   'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan._local_tokenizer': ( 'train/plan.html#_local_tokenizer',
                                                                                                'anchor_embedding/train/plan.py'),
                                              'anchor_embedding.train.plan._range': ( 'train/plan.html#_range',
