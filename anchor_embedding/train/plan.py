@@ -431,8 +431,11 @@ def memory(
     trained = trained_parameters(recipe, shape)
     adapters = trained if recipe.tuning == "lora" else 0
     at_once = tokens_at_once(recipe, tokens, processes)
+    # taken to be as large as the base; whole on every process
+    others = 4 * shape.parameters * len(recipe.objective.models())
     return {
         "weights": 4 * (shape.parameters + adapters) / share,
+        **({"other models": others} if others else {}),
         "gradients": 4 * trained / share,
         "Adam moments": 8 * trained / share,
         "gathered layers" if sharded else "copies in bfloat16": copy_bytes(
