@@ -216,18 +216,20 @@ def plot_stages(
 ) -> Figure:
     "The paper's Figure 3 (Table 10): neither stage, each alone, and both; with ours below."
     table = paper_table(10).set_index("setting")
-    panels = [(table[size], f"The paper, Llama {size}: 15-task average") for size in ("1B", "3B")]
-    panels += [(pd.Series(ours), f"Here: {what}")] if ours else []
+    panels = [
+        (table[size], f"The paper, Llama {size}: 15-task average", True) for size in ("1B", "3B")
+    ]
+    panels += [(pd.Series(ours), f"Here: {what}", False)] if ours else []
     with style():
         figure, all_axes = new_figure(len(panels), height=1.7)
-        for axes, (values, title) in zip(all_axes, panels, strict=True):
+        for axes, (values, title, pale) in zip(all_axes, panels, strict=True):
             rows = [
-                (s, values[s], math.nan, COLOURS[arm], "paper" in title)
+                (s, values[s], math.nan, COLOURS[arm], pale)
                 for s, arm in SETTINGS.items()
                 if s in values
             ]
             draw_bars(axes, rows, "points" if axes is all_axes[-1] else "")
-            axes.set(title=title, xlim=(0, 1.18 * max(max(values) for values, _ in panels)))
+            axes.set(title=title, xlim=(0, 1.18 * max(max(values) for values, *_ in panels)))
     return figure
 
 # %% ../../nbs/study/12_paper_figures.ipynb #d76424d2
@@ -269,8 +271,11 @@ def plot_categories(
     ours_of = {label: system for system, label in (both_arms(comparison) or {}).items()}
     arms = {label: ours_of.get(label, label) for label in comparison.ours}
     named = {label: colour(arm, list(arms.values())) for label, arm in arms.items()}
+    names = [*named, *systems]
+    # the panels share the numbers below the last one, so they share the limits
+    left = 20 * math.floor(min(0, *(row[name] for row in rows for name in names)) / 20)
     with style():
-        figure, all_axes = new_figure(len(rows), height=0.3 + 0.19 * (len(named) + len(systems)))
+        figure, all_axes = new_figure(len(rows), height=0.3 + 0.19 * len(names))
         for axes, row in zip(all_axes, rows, strict=True):
             bars = [
                 (label, row[label], row[f"{label} sd"], ink, False) for label, ink in named.items()
@@ -279,8 +284,8 @@ def plot_categories(
             draw_bars(axes, bars, "points" if row is rows[-1] else "")
             axes.set(
                 title=f"{row['category']}: {row['row']}",
-                xlim=(min(0, *(bar[1] for bar in bars)), 118),
-                xticks=range(0, 101, 20),
+                xlim=(left, 118),
+                xticks=range(left, 101, 20),
             )
             axes.tick_params(axis="x", labelbottom=row is rows[-1])
     return figure
