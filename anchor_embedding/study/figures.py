@@ -177,9 +177,17 @@ def plot_early_stage(
                 labels.append((curve[-1][metric], arm, ink, True))
         labels += _reference_lines(axes, report, metric)
         axes.set(ylabel=f"{METRICS[metric]} (held-out queries)")
-        whole_steps(axes, "Stage II step")
+        # an arm of Stage I alone is evaluated during Stage I
+        same = len(set(_last_stages(report).values())) < 2
+        whole_steps(axes, "Stage II step" if same else "step of an arm's last stage")
         end_labels(axes, labels)
     return figure
+
+
+def _last_stages(report):
+    "Arm → its last stage, of the arms that were evaluated and whose losses are known."
+    keys = [key.rpartition("/") for key in report.get("losses", {})]
+    return {arm: stage for arm, _, stage in keys if report["arms"].get(arm)}
 
 
 def _reference_lines(axes, report, metric):
