@@ -283,6 +283,12 @@ class HeldoutRetrieval:
                 f"{len(documents)} of them different; give equal numbers of both, and at least "
                 "two different positives"
             )
+        clusters = [] if clusters is None else list(clusters)
+        if clusters and len(clusters) != len(queries):
+            raise InputError(
+                f"{len(clusters)} clusters are given for {len(queries)} held-out pairs; give one "
+                "for each, or none"
+            )
         place = {name: row for row, name in enumerate(documents)}
         self.queries = list(distinct.values())
         self.documents = list(documents.values())
@@ -290,7 +296,7 @@ class HeldoutRetrieval:
         self.relevant = [[place[name] for name in relevant[query]] for query in distinct]
         labels = {
             same_text(query): label
-            for query, label in zip(reversed(queries), reversed(clusters or ()), strict=False)
+            for query, label in zip(reversed(queries), reversed(clusters), strict=False)
         }
         groups = [labels[query] for query in distinct] if clusters else connected(self.relevant)
         self.clusters = groups if len(set(groups)) > 1 else None  # of every query
