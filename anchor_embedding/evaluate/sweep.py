@@ -123,6 +123,8 @@ class TaskEvaluator:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         style = style_of(embedder, self.prompts)
         unusual = {} if style.usual else {"prompts": style.name}
+        if self.options["max_length"] != MAX_LENGTH:
+            unusual["max_length"] = self.options["max_length"] or "own"
         meta = model_meta(embedder, revision="in training", style=style)
         here = [embedder.decoder.device]
         encoder = MtebEncoder(embedder, style, meta, devices=here, **self.options)
