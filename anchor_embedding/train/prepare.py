@@ -11,6 +11,7 @@ __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_example
 import hashlib
 import math
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -319,15 +320,22 @@ def weights_digest(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+# configuration, tokenizer and chat template; not a score or a note that lies beside them
+_READ_FILE = re.compile(
+    r".*(config|token|template|anchor_embedding).*\.json|vocab\.(json|txt)|merges\.txt"
+    r"|.*\.(model|jinja)"
+)
+
+
 def files_digest(folder: str | Path) -> str:
-    """A digest of the files beside the weights in a folder: configuration, tokenizer and chat
-    template; for an adapter also of its base. Empty for the name of a model on the hub.
+    """A digest of the files that are read beside the weights in a folder; for an adapter also of
+    its base. Empty for the name of a model on the hub.
     """
     if not Path(folder).is_dir():
         return ""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
-        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.is_file():
+        if _READ_FILE.fullmatch(path.name) and path.is_file():
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)}\n".encode())
             digest.update(content)
