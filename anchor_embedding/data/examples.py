@@ -31,7 +31,7 @@ class Example:
 # a row's query is the first of these that it has
 QUERY = ("query", "query_text", "anchor", "question")
 POSITIVE = ("positive", "answer", "pos")
-NEGATIVES = re.compile(r"negatives?|negative_\d+|neg")
+NEGATIVES = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?")
 _KINDS = {"NoneType": "null", "str": "a text", "list": "a list", "dict": "an object"}
 
 
@@ -113,6 +113,11 @@ def examples_in(
         raise InputError(
             f'{where}: a row must be an object like {{"query": …, "positive": …}}, '
             f"but this is {_kind(row)}"
+        )
+    if str(row.get("label")) in ("0", "0.0", "False"):
+        raise InputError(
+            f"{where}: label is {row['label']}, so the two texts do not belong together, but every "
+            "pair is trained as a positive one; remove the row"
         )
     query = _text_of(row, QUERY, where)
     name = row.get("dataset") or dataset

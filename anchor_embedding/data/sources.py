@@ -170,23 +170,28 @@ def csv_rows(
         ) from None
 
 # %% ../../nbs/data/15_sources.ipynb #f3c599cd
+_LISTS = ("negatives", "hard_negatives")  # columns of CSV files that hold JSON lists
+
+
 def _csv_pairs(path, opened):
-    "CSV rows with the `negatives` cell parsed as JSON."
+    "CSV rows with the cell of several negatives parsed as JSON."
     for where, row in csv_rows(path, (QUERY, POSITIVE), opened):
-        if not isinstance(row, BadRow) and row.get("negatives") is not None:
-            parsed = _json_row(row["negatives"].encode("utf-8")) if row["negatives"].strip() else []
-            wrong = BadRow(
-                'the cell negatives must be a JSON list like ["a", "b"]; use negative for one text'
-            )
-            row = {**row, "negatives": parsed} if isinstance(parsed, list) else wrong
+        lists = [] if isinstance(row, BadRow) else [name for name in _LISTS if name in row]
+        for name in lists:
+            parsed = _json_row(row[name].encode("utf-8")) if row[name].strip() else []
+            if not isinstance(parsed, list):
+                row = BadRow(
+                    f'the cell {name} must be a JSON list like ["a", "b"]; use negative for one text'
+                )
+                break
+            row = {**row, name: parsed}
         yield where, row
 
 # %% ../../nbs/data/15_sources.ipynb #039c5477
 def _known(name):
     "Whether a column of this name is part of an example."
-    return name in (*QUERY, *POSITIVE, "dataset", "positive_passages", "negative_passages") or bool(
-        NEGATIVES.fullmatch(name)
-    )
+    others = ("dataset", "label", "positive_passages", "negative_passages")
+    return name in (*QUERY, *POSITIVE, *others) or bool(NEGATIVES.fullmatch(name))
 
 
 def parquet_rows(path, opened, wanted=_known):

@@ -31,7 +31,7 @@ from .examples import Example, fingerprint_line
 from .sources import BadRow, find_parts, not_read, part_examples
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
-_FORMAT = 2  # version of the file format; raise it when the format changes
+_FORMAT = 3  # version of the file format and of how rows are read; raise it with them
 _SCHEMA = pa.schema({
     "query": pa.string(),
     "positive": pa.string(),
