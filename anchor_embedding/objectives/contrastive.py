@@ -34,7 +34,8 @@ def rivals_of_pairs(
     keys: torch.Tensor,
     pools: torch.Tensor,  # (n,) int64, the pool each text competes in
     num_pairs: int,  # B
-    mask_same_text: bool = False,  # leave out texts equal to one of the pair's own two
+    # leave out texts equal to one of the pair's own two, and the partners of such texts
+    mask_same_text: bool = False,
     part: torch.Tensor | None = None,  # (b,) int64, indices of the pairs; None = all
 ) -> torch.Tensor:  # (b, n) bool
     "The mask of the texts that compete with the positive of each pair."
@@ -43,7 +44,10 @@ def rivals_of_pairs(
     row = torch.arange(len(part), device=keys.device)
     rivals[row, part] = rivals[row, num_pairs + part] = False
     for own in (keys[part], keys[num_pairs + part]) if mask_same_text else ():
-        rivals &= own[:, None] != keys
+        same = own[:, None] == keys
+        rivals &= ~same
+        rivals[:, num_pairs : 2 * num_pairs] &= ~same[:, :num_pairs]
+        rivals[:, :num_pairs] &= ~same[:, num_pairs : 2 * num_pairs]
     return rivals
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #a8b4e433
@@ -148,7 +152,8 @@ class ContrastiveLoss(Objective):
     negatives_pool: Annotated[
         int, obeys(lambda n: n == 0 or n >= 2, "0 (the whole batch) or at least 2")
     ] = 0
-    mask_same_text: bool = False  # a text equal to the query or its positive is no negative
+    # a text equal to the query or its positive is no negative, nor is the partner of such a text
+    mask_same_text: bool = False
     # a text whose cosine exceeds the positive's by more than this is no negative
     false_negative_margin: Annotated[float | None, Field(ge=-2, le=2)] = None
     # lengths of prefixes of the vectors; the loss is the mean over these and the whole vectors
