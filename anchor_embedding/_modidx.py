@@ -476,6 +476,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources._load': ( 'data/sources.html#_load',
                                                                                         'anchor_embedding/data/sources.py'),
+                                               'anchor_embedding.data.sources._object': ( 'data/sources.html#_object',
+                                                                                          'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources._saved_part': ( 'data/sources.html#_saved_part',
                                                                                               'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources._suffix': ( 'data/sources.html#_suffix',

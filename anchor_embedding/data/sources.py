@@ -67,9 +67,17 @@ def jsonl_rows(path, opened=open_binary):
             yield where, _json_row(line)
 
 
+def _object(fields):
+    "A JSON object. Raises `ValueError` for a name that occurs twice."
+    names = [name for name, _ in fields]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the name {twice[0]!r} occurs twice")
+    return dict(fields)
+
+
 def _json_row(line):
     try:
-        return json.loads(line.decode("utf-8").rstrip())
+        return json.loads(line.decode("utf-8").rstrip(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8")
     except json.JSONDecodeError as error:
@@ -174,7 +182,7 @@ _LISTS = ("negatives", "hard_negatives")  # columns of CSV files that hold JSON 
 
 
 def _csv_pairs(path, opened):
-    "CSV rows with the cell of several negatives parsed as JSON."
+    "CSV rows with cells of several negatives parsed as JSON."
     for where, row in csv_rows(path, (QUERY, POSITIVE), opened):
         lists = [] if isinstance(row, BadRow) else [name for name in _LISTS if name in row]
         for name in lists:
@@ -185,6 +193,9 @@ def _csv_pairs(path, opened):
                 )
                 break
             row = {**row, name: parsed}
+        single = "" if isinstance(row, BadRow) else row.get("negative", "")
+        if single.startswith('["') and isinstance(_json_row(single.encode("utf-8")), list):
+            row = BadRow("the cell negative holds a JSON list; name that column negatives")
         yield where, row
 
 # %% ../../nbs/data/15_sources.ipynb #039c5477
