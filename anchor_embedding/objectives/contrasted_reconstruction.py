@@ -77,6 +77,10 @@ class ContrastedReconstruction(Reconstruction):
         "The query and the document of the contrastive term."
         return tokens.encoded[-2:]
 
+    def one_pass(self, tokens: PairTokens) -> PairTokens:
+        "Those of the reconstruction, the longer of the two passes."
+        return replace(tokens, encoded=tokens.encoded[:-2])
+
     def competitors(self, batch_size: int, most_negatives: int) -> str:
         "In-batch positives."
         return (

@@ -149,6 +149,10 @@ class Objective(Checked):
         "Pairs in a micro-batch, when a process holds `pairs` pairs of `encoded` encode tokens each."
         return max(1, min(pairs, self.token_budget / encoded))
 
+    def one_pass(self, tokens: PairTokens) -> PairTokens:
+        "Those of `tokens` that a micro-batch holds at the same time."
+        return tokens
+
     def choices(self) -> dict:  # setting → (value here, what the paper says)
         "The settings on which the paper is silent although the loss depends on them."
         return {}

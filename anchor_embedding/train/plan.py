@@ -386,9 +386,10 @@ def layer_bytes(
 
 # %% ../../nbs/train/20_plan.ipynb #a6e9e258
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
-    "Tokens of a micro-batch, over both passes, whose activations are in memory at the same time."
-    pairs = recipe.objective.pairs_at_once(recipe.batch_size / processes, sum(tokens.encoded))
-    return pairs * tokens.total
+    "Tokens of a micro-batch, encoded and decoded, whose activations are in memory at the same time."
+    held = recipe.objective.one_pass(tokens)
+    pairs = recipe.objective.pairs_at_once(recipe.batch_size / processes, sum(held.encoded))
+    return pairs * held.total
 
 # %% ../../nbs/train/20_plan.ipynb #36f4c9d2
 CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `model.vocabulary`
