@@ -77,7 +77,8 @@ def test_a_step_leaves_the_weights_as_they_are(request_for):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-@pytest.mark.parametrize("kind", ["stage1", pytest.param("stage2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["stage1", "stage2"])
 def test_memory_does_not_follow_the_batch(request_for, kind):
     _, engine, _ = bench.stage(request_for(4), kind)
     pairs = workload.drawn_pairs(engine.tokenizer.tokenizer, 256, (8, 0.5), (16, 0.5))

@@ -228,7 +228,7 @@ def agrees(model, folder, name):
 
 
 KINDS = (
-    "SciFact",
+    pytest.param("SciFact", marks=pytest.mark.thorough),
     "STSBenchmark",
     "Pairs",
     "EmotionClassification",

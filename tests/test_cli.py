@@ -809,9 +809,8 @@ def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):
     )
 
 
-@pytest.mark.parametrize(
-    ("chosen", "quiet"), [(None, True), pytest.param("3", False, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("chosen", "quiet"), [(None, True), ("3", False)])
+@pytest.mark.thorough
 def test_the_profiler_is_quiet_unless_it_is_asked_to_speak(chosen, quiet):
     code = """
 import os, sys

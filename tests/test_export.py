@@ -491,7 +491,8 @@ def test_bad_input(tmp_path):
         export_embedder(embedder, tmp_path / "new", padding_side="middle")
     embedder.pooling = "cls"
     with pytest.raises(
-        InputError, match="no pooling 'cls'; an exported model can have eos, last, mean, weighted_mean"
+        InputError,
+        match="no pooling 'cls'; an exported model can have eos, last, mean, weighted_mean",
     ):
         export_embedder(embedder, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "model"]

@@ -94,7 +94,7 @@ def naive_cosine(recipe):
     [{}, {"decode_opening": "none"}, {"objective": "released"}, LORA],
     ids=["full", "none", "released", "lora"],
 )
-@pytest.mark.parametrize("base", ["calm", "rough"])
+@pytest.mark.parametrize("base", ["calm", pytest.param("rough", marks=pytest.mark.thorough)])
 @pytest.mark.filterwarnings("ignore:over 2 pairs")
 def test_the_cosine_is_that_of_two_plain_backward_passes(bases, base, settings):
     recipe = recipe_of(bases, base, **settings)
@@ -151,7 +151,10 @@ def state_of(run):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"input_dropout": 0.3}, LORA | {"activation_checkpointing": True}],
+    [
+        {"input_dropout": 0.3},
+        pytest.param(LORA | {"activation_checkpointing": True}, marks=pytest.mark.thorough),
+    ],
     ids=["full", "lora"],
 )
 def test_a_run_is_the_same_with_and_without(bases, tmp_path, settings):

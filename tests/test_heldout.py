@@ -99,7 +99,7 @@ def plain_texts(texts):
 
 
 @pytest.mark.parametrize("way", ["pipeline", "tournament"])
-@pytest.mark.parametrize("data", ["docstrings", "pairs"])
+@pytest.mark.parametrize("data", [pytest.param("docstrings", marks=pytest.mark.thorough), "pairs"])
 def test_no_judged_text_is_trained_on(seen, base, tmp_path, way, data):
     if data == "pairs":
         write_pairs(tmp_path / "pairs.jsonl")

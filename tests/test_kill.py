@@ -281,7 +281,10 @@ def test_the_committed_counts():
     assert kept["kills"] == sum(sum(kinds.values()) for kinds in kept["tests"].values()) >= 100
 
 
-@pytest.mark.parametrize(("stage", "tuning"), [("reconstruction", "full"), ("contrastive", "lora")])
+@pytest.mark.parametrize(
+    ("stage", "tuning"),
+    [("reconstruction", "full"), pytest.param("contrastive", "lora", marks=pytest.mark.thorough)],
+)
 def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
     run, whole = prepare(stage, tuning)
     assert run(action="kill", only=".step-000004", count=3) == -signal.SIGKILL
@@ -295,10 +298,21 @@ def test_remains_of_a_killed_save_are_removed(prepare, stage, tuning):
 # ---- requests to stop
 
 
-@pytest.mark.parametrize(("number", "moment"), [
-    (signal.SIGTERM, "save"), (signal.SIGINT, "step"),
-    *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(signal.SIGTERM, "step"), (signal.SIGINT, "save"), (signal.SIGHUP, "step")]),
-])  # fmt: skip
+OTHER_SIGNALS = [
+    (signal.SIGTERM, "save"),
+    (signal.SIGTERM, "step"),
+    (signal.SIGINT, "save"),
+    (signal.SIGHUP, "step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, "step"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHER_SIGNALS),
+    ],
+)
 def test_signals_save_and_end(prepare, number, moment):
     run, whole = prepare("reconstruction" if moment == "save" else "contrastive")
     during_step = {"before": AT_STEP.format(step=3, code=f"os.kill(os.getpid(), {int(number)})")}
@@ -319,6 +333,7 @@ def test_signals_save_and_end(prepare, number, moment):
                for name, tensor in load_file(run.folder / "final" / "model.safetensors").items())  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
     pairs = [
         {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
@@ -358,6 +373,7 @@ def test_stopped_pipeline_goes_on_by_the_same_command(driver, base, tmp_path):
     assert driver(task)["code"] == 0 and "resumes from step 2" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.thorough
 def test_second_interrupt_ends_at_once(prepare):
     run, whole = prepare("reconstruction")
     twice = "os.kill(os.getpid(), 2); os.kill(os.getpid(), 2)"
@@ -400,6 +416,7 @@ def test_data_vanishes(prepare):
     assert run.rows()[-1]["loss"] == whole.rows()[-1]["loss"]
 
 
+@pytest.mark.thorough
 def test_data_vanishes_while_training(prepare):
     """The data that were read stay readable, so the run continues to its end."""
     run, whole = prepare("reconstruction")

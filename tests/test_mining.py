@@ -160,6 +160,7 @@ def test_training_takes_the_hardest_first(mined, base):
     )
 
 
+@pytest.mark.thorough
 def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, tmp_path):
     """After twenty steps, with and without the negatives, a tiny model must fit its pairs better
     than before; the test claims no more.
@@ -178,6 +179,7 @@ def test_training_on_mined_pairs_learns_as_well(pairs, mined, base, docstrings, 
     )
 
 
+@pytest.mark.thorough
 def test_every_kind_of_model_mines(pairs, base, tmp_path):
     """A run, its result and an exported model, also read by sentence-transformers alone: the same
     weights give the same negatives.

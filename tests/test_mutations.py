@@ -20,6 +20,7 @@ from mutations import (
 FAULTS = read_faults()
 
 
+@pytest.mark.thorough
 def test_every_fault_applies_once_and_is_python():
     assert len(FAULTS) >= 100
     assert len({(fault.room, fault.before, fault.after) for fault in FAULTS}) == len(FAULTS)

@@ -223,6 +223,7 @@ def test_an_error_fails_with_its_traceback(notebook):
     assert "broken here" in result.log
 
 
+@pytest.mark.thorough
 def test_a_notebook_that_hangs_is_stopped_with_its_children(notebook):
     cells = [
         code("import subprocess\nimport time"),

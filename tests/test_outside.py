@@ -156,7 +156,9 @@ def test_two_processes_have_the_gradient_of_one(folder, base, pairs):
         pytest.param(
             "own_objectives:nothing", True, "no objective 'nothing'", marks=pytest.mark.thorough
         ),
-        ("alignment", True, "must be one of bag_of_tokens, "),
+        pytest.param(
+            "alignment", True, "must be one of bag_of_tokens, ", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_one_that_is_not_there_is_refused_in_a_line(folder, name, path, message):

@@ -57,6 +57,7 @@ def python(code, *arguments):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_clone_does_not_hide_the_package(tmp_path):
     """In the folder above a clone, the clone's own name is that of the package."""
     (tmp_path / "anchor_embedding" / "nbs").mkdir(parents=True)

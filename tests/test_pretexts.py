@@ -165,6 +165,7 @@ def test_what_cannot_be_is_refused(base):
         recipe(base, "mntp", mask_token="the ship sails").objective.prepared(embedder.tokenizer)
 
 
+@pytest.mark.thorough
 def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
     """The shipped pipeline of pretext tasks and GIRCSE, two steps per stage, from runs to findings
     and plots.

@@ -188,7 +188,7 @@ def test_a_model_is_read_with_the_opening_it_was_saved_with(base, tmp_path):
     )
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_eight_threads_read_and_encode_at_once(base, training):
     """A model that reads causally and encodes in both directions, by itself and with adapters whose
     dropout is on.

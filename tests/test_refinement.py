@@ -56,7 +56,7 @@ def load(folder):
     return Embedder.from_pretrained(folder, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("kind", ["mixture", "pause"])
+@pytest.mark.parametrize("kind", ["mixture", pytest.param("pause", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("base", "tuning"),
     [
@@ -153,7 +153,14 @@ def test_the_command_asks_with_the_instructions_of_training(bases, tmp_path, cap
     assert figures[0] != figures[1]
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
+@pytest.mark.parametrize(
+    "batch_tokens",
+    [
+        1,
+        pytest.param(100, marks=pytest.mark.thorough),
+        pytest.param(8192, marks=pytest.mark.thorough),
+    ],
+)
 def test_vectors_do_not_depend_on_the_batch(bases, batch_tokens):
     embedder = Embedder.from_pretrained(
         bases / "llama",

@@ -252,6 +252,7 @@ print(json.dumps([len(made), found.fingerprint, len(found), found[len(found) // 
 """
 
 
+@pytest.mark.thorough
 def test_four_processes_read_a_new_source_once(tmp_path, cache):
     write_rows(tmp_path / "source" / "nq.jsonl", rows(20_000))
     processes = [start(OPEN, tmp_path / "source") for _ in range(4)]
@@ -262,6 +263,7 @@ def test_four_processes_read_a_new_source_once(tmp_path, cache):
     assert len(stores(cache)) == 1
 
 
+@pytest.mark.thorough
 def test_a_killed_pass_leaves_nothing_that_is_trusted(tmp_path, cache):
     write_rows(tmp_path / "source" / "nq.jsonl", rows(30_000))
     killed = 0

@@ -32,7 +32,7 @@ def process_wide():
     )
 
 
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_eight_threads_encode_in_both_dtypes(gradient):
     decoders = {dtype: decoder_in(dtype) for dtype in DTYPES}
     before = process_wide()

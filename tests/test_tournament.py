@@ -275,6 +275,7 @@ def test_runs_of_one_seed_share_their_batches(play, tmp_path):
     ).read_text()
 
 
+@pytest.mark.thorough
 def test_seeds_go_on_where_they_stopped(play, tmp_path):
     calls = []
 
