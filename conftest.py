@@ -44,9 +44,7 @@ THOROUGH_NOTEBOOKS = {
     "experiments/vector_indexes": 8,
     "guide/3_own_pairs": 18,
     "model/55_loading": 26,
-    "model/65_soft_tokens": 14,
     "model/70_ranks": 8,
-    "objectives/15_ceiling": 9,
     "objectives/30_contrasted_reconstruction": 29,
     "objectives/31_distilled_reconstruction": 9,
     "serving": 19,
@@ -56,7 +54,6 @@ THOROUGH_NOTEBOOKS = {
     "study/70_bench": 12,
     "train/20_plan": 37,
     "train/30_runs": 20,
-    "train/45_stage": 14,
     "train/50_launch": 34,
 }
 
