@@ -1595,6 +1595,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_embedding/model/base.py'),
                                              'anchor_embedding.model.base._make_converted': ( 'model/base.html#_make_converted',
                                                                                               'anchor_embedding/model/base.py'),
+                                             'anchor_embedding.model.base._near_name': ( 'model/base.html#_near_name',
+                                                                                         'anchor_embedding/model/base.py'),
                                              'anchor_embedding.model.base._run_result': ( 'model/base.html#_run_result',
                                                                                           'anchor_embedding/model/base.py'),
                                              'anchor_embedding.model.base.check_hash': ( 'model/base.html#check_hash',

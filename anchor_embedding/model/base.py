@@ -6,6 +6,7 @@
 __all__ = ['NAME', 'WHEEL', 'WHEEL_SHA256', 'PROMPT', 'EXPECTED', 'Base', 'check_hash', 'resolve_base', 'hub_revision']
 
 # %% ../../nbs/model/80_base.ipynb #33651d07
+import difflib
 import hashlib
 import json
 import os
@@ -167,6 +168,33 @@ def _from_hub(say: Callable[[str], None]) -> Base | None:
     return Base(path, f"{NAME} from the Hugging Face hub, revision {revision[:12]}")
 
 # %% ../../nbs/model/80_base.ipynb #83fd65a3
+_OTHERS = (
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-3.2-3B-Instruct",
+    "mistralai/Mistral-7B-v0.1",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-7B",
+)
+
+
+def _near_name(name: str) -> str:
+    "The nearest path or model, as the end of a message; empty if none is near."
+    from huggingface_hub import constants
+
+    cached = [
+        folder.name.removeprefix("models--").replace("--", "/")
+        for folder in Path(constants.HF_HUB_CACHE).glob("models--*")
+    ]
+    whole = {NAME, *_OTHERS, *cached}
+    # with and without the owner, whatever the case of the letters
+    written = {other.lower(): other for other in whole}
+    written |= {other.split("/")[-1].lower(): other for other in whole}
+    near = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.8)
+    return near_path(name) or (f"; did you mean `{written[near[0]]}`?" if near else "")
+
+
 def _check_hub(name: str) -> None:
     "Raise `InputError` if a model is not a folder, not in the hub's cache, and not on the hub."
     from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
@@ -184,7 +212,7 @@ def _check_hub(name: str) -> None:
         why = offline if constants.HF_HUB_OFFLINE else f"the model hub says {type(error).__name__}"
         raise InputError(
             f"cannot load model {name!r}: there is no such folder, and {why}; check "
-            f"the path or name, or take {NAME.split('/')[1]}, which needs no hub{near_path(name)}"
+            f"the path or name, or take {NAME.split('/')[1]}, which needs no hub{_near_name(name)}"
         ) from None
 
 # %% ../../nbs/model/80_base.ipynb #ba5bf2bb
