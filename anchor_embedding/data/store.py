@@ -24,7 +24,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder
+from ..common.files import atomic_folder, cache_folder, file_stamp
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
@@ -299,20 +299,9 @@ def _show_store(store):
 
 # %% ../../nbs/data/30_store.ipynb #e1508faa
 def _stamps(parts):
-    "[dataset, path, size, time of the last change] of every file. Raises `InputError`."
-    stamps = []
-    files = [(part.dataset, path) for part in parts for path in part.files]
-    for dataset, path in files:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise InputError(
-                f"{path}: cannot be read ({error.strerror}); put the file back or "
-                "start again without it"
-            ) from None
-        # a link may get another name, that of a dataset, and lead to the same file
-        stamps.append([dataset, str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return stamps
+    "Dataset and `file_stamp` of every file. Raises `InputError`."
+    # a link may get another name, that of a dataset, and lead to the same file
+    return [[part.dataset, *file_stamp(path)] for part in parts for path in part.files]
 
 
 def _stored(folder, source):

@@ -28,7 +28,13 @@ from ..common.files import atomic_file, read_json, write_text
 from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
 from ..common.settings import first_fault
-from ..data.documents import Document, Overview, look_over, read_documents
+from anchor_embedding.data.documents import (
+    Document,
+    Overview,
+    file_stamps,
+    look_over,
+    read_documents,
+)
 from .embedder import Embedder
 from .encoders import model_revision
 
@@ -89,6 +95,12 @@ def _manifest(embedder: Embedder, overview: Overview, settings: CorpusSettings) 
             "date": time.strftime("%Y-%m-%d"),
         },
     }
+
+
+def _identity(manifest: dict) -> str:
+    "16 hexadecimal digits that each shard carries: of documents, settings and weights."
+    parts = [manifest["digest"], manifest["settings"], manifest.get("about", {}).get("revision")]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _same_model(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -168,14 +180,20 @@ def _stored(vectors: np.ndarray, documents: list[Document], dtype: str) -> np.nd
     return stored
 
 
-def _write_shard(path: Path, documents: list[Document], vectors: np.ndarray, columns) -> None:
+def _write_shard(
+    path: Path,
+    documents: list[Document],
+    vectors: np.ndarray,
+    columns: Sequence[str],
+    corpus: str,  # its `_identity`
+) -> None:
     arrays = {"id": pa.array([document.id for document in documents], pa.string())}
     for name in columns:
         values = [document.columns[name] for document in documents]
         arrays[name] = pa.array(values, pa.string())
     numbers = pa.array(np.ascontiguousarray(vectors).reshape(-1))
     arrays["vector"] = pa.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
-    table = pa.table(arrays, metadata={"shard": path.name})
+    table = pa.table(arrays, metadata={"shard": path.name, "corpus": corpus})
     with atomic_file(path) as aside:
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
 
@@ -200,11 +218,12 @@ def encode_corpus(
 ) -> None:
     """Encode the documents of a corpus into shards. Memory holds a shard at a time. Raises
     `InputError` for bad rows, an id that appears twice, shards of another corpus or model, or a
-    full disk; finished shards stay.
+    full disk, and if a file of the source is changed meanwhile; finished shards stay.
     """
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     folder = Path(folder)
+    stamps = file_stamps(source)
     overview = look_over(source, settings.columns)
     settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
@@ -224,22 +243,48 @@ def encode_corpus(
     ]
     mine = range(rank, len(sizes), world)
     missing = {number for number in mine if not _shard(folder, number).exists()}
-    documents = read_documents(source, settings.columns)
+    documents = _unchanged(source, stamps, read_documents(source, settings.columns))
+    corpus = _identity(_read_manifest(folder))
     finished = _documents_there(folder, sizes)
     shown = progress if rank == 0 else False
     with progress_bar(overview.documents, "encode", "document", finished, shown) as bar:
         for number, size in enumerate(sizes):
             shard = islice(documents, size)
             if number in missing:
-                _encode_shard(embedder, shard, _shard(folder, number), settings, batch_tokens, bar)
+                shard, vectors = _encode(embedder, shard, settings, batch_tokens, bar)
+                _check_unchanged(source, stamps)
+                path = _shard(folder, number)
+                _write_shard(path, shard, vectors, settings.columns, corpus)
+                del shard, vectors  # memory holds one shard
                 # add what the other processes have written since
                 bar.update(max(0, _documents_there(folder, sizes) - bar.n))
             else:
                 deque(shard, maxlen=0)
 
 
-def _encode_shard(embedder, documents, path: Path, settings, batch_tokens: int, bar) -> None:
-    "Encode the documents of one shard, and write it."
+def _check_unchanged(source, stamps: list[list]) -> None:
+    "Raise `InputError` if a file of the source is not as it was."
+    if file_stamps(source) != stamps:
+        raise InputError(
+            f"{source}: a file was changed while it was encoded; put it back and go on "
+            "(--resume), or encode it into another folder"
+        )
+
+
+def _unchanged(source, stamps: list[list], documents: Iterator[Document]) -> Iterator[Document]:
+    "The documents. Raises `InputError` at their end, or at a bad row, if a file was changed."
+    try:
+        yield from documents
+    except InputError:
+        _check_unchanged(source, stamps)
+        raise
+    _check_unchanged(source, stamps)
+
+
+def _encode(
+    embedder: Embedder, documents: Iterator[Document], settings, batch_tokens: int, bar
+) -> tuple[list[Document], np.ndarray]:
+    "The documents of one shard, and their vectors as they are stored."
     shard = []
     vectors = []
     while piece := [*islice(documents, PIECE)]:
@@ -250,7 +295,7 @@ def _encode_shard(embedder, documents, path: Path, settings, batch_tokens: int, 
         vectors.append(_stored(encoded, piece, settings.dtype))
         shard += piece
         bar.update(len(piece))
-    _write_shard(path, shard, np.concatenate(vectors), settings.columns)
+    return shard, np.concatenate(vectors)
 
 # %% ../../nbs/embed/60_corpus.ipynb #7814a061
 class ManifestSettings(BaseModel):
@@ -319,6 +364,8 @@ class Corpus:
             name = _shard(self.folder, number).name
             if (footer.metadata or {}).get(b"shard") != name.encode():
                 raise self._damaged(number, f"it was not written as {name}")
+            if footer.metadata.get(b"corpus") != _identity(self.manifest).encode():
+                raise self._damaged(number, "it is a shard of another corpus")
 
     def __len__(self) -> int:
         return self.manifest["documents"]
