@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # %% ../../nbs/study/80_architectures.ipynb #9bd72c9e
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import finite, write_text
 from ..common.provenance import installed_versions, source_commit
 from ..data.batches import TokenBatch
 from anchor_embedding.model.agreement import (
@@ -218,15 +218,16 @@ def largest_error(
     theirs: dict[str, torch.Tensor],
 ) -> float:
     """The largest relative error of a parameter's gradient. The norm it is relative to is at least a
-    thousandth of the norm of all gradients.
+    thousandth of the norm of all gradients. NaN if any is NaN.
     """
     if ours.keys() != theirs.keys():
         return 1.0
     floor = 1e-3 * torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
-    return max(
-        ((ours[name] - gradient).norm() / gradient.norm().clamp_min(floor)).item()
+    errors = [
+        (ours[name] - gradient).norm() / gradient.norm().clamp_min(floor)
         for name, gradient in theirs.items()
-    )
+    ]
+    return torch.stack(errors).max().item()  # NaN if one of them is; Python's max may lose it
 
 
 def loss_errors(decoder, trained, reference, backbone, batch) -> dict[str, float]:
@@ -305,10 +306,11 @@ def try_type(
     with torch.no_grad():
         ours = decoder.encode(pack([text.ids for text in batch.texts]))
         theirs = [naive_vector(backbone, text) for text in batch.texts]
-    row["vectors"] = max(distance(a, b) for a, b in zip(ours, theirs, strict=True))
+    distances = [distance(a, b) for a, b in zip(ours, theirs, strict=True)]
+    row["vectors"] = torch.tensor(distances).max().item()
     row |= loss_errors(decoder, decoder.causal_lm, reference, backbone, batch)
     row |= lora_errors(decoder, reference, batch)
-    right = all(not row[name] > bound for name, bound in BOUNDS.items() if name in row)
+    right = all(row[name] <= bound for name, bound in BOUNDS.items() if name in row)
     return row | {"verdict": "right" if right else "wrong"}
 
 # %% ../../nbs/study/80_architectures.ipynb #540699e6
@@ -364,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
         lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True),
     )
     if options.out:
-        write_text(options.out, json.dumps(outcomes, indent=1) + "\n")
+        write_text(options.out, json.dumps(finite(outcomes), indent=1) + "\n")
 
 
 if __name__ == "__main__" and globals().get("__spec__"):  # python -m, not a notebook
