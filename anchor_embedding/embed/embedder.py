@@ -172,7 +172,9 @@ def _token_batches(
         else:
             tokens = embedder.tokenizer(part, instruction[start : start + CHUNK_TEXTS])
         order = sorted(range(len(part)), key=lambda i: -len(tokens[i]))
-        for group in token_budget_batches([len(tokens[i]) for i in order], batch_tokens):
+        lengths = [len(tokens[i]) for i in order]
+        padded = embedder.soft_tokens is not None  # see `PrefixCache`
+        for group in token_budget_batches(lengths, batch_tokens, padded):
             rows = [order[i] for i in group]
             yield [start + row for row in rows], [tokens[row].ids for row in rows]
 

@@ -82,16 +82,20 @@ def pack(
 def token_budget_batches(
     lengths: Sequence[int],  # tokens of each item
     budget: int,  # maximum number of tokens in one micro-batch
+    padded: bool = False,  # count every item as if it were as long as the longest beside it
 ) -> list[list[int]]:  # indices of the items, in order
     "Cut items into consecutive micro-batches of at most `budget` tokens."
     batches = []
-    used = budget + 1
+    longest = total = 0
     for index, length in enumerate(lengths):
-        if used + length > budget:
+        longest = max(longest, length)
+        total += length
+        if batches:
+            used = longest * (len(batches[-1]) + 1) if padded else total
+        if not batches or used > budget:
             batches.append([])
-            used = 0
+            longest = total = length
         batches[-1].append(index)
-        used += length
     return batches
 
 # %% ../../nbs/model/20_packing.ipynb #5bfb4ae2
