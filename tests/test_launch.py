@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -414,15 +415,22 @@ def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_machines_with_different_settings_are_refused(tmp_path, recipe):
-    """One machine has a different seed: no step is made, and each says why."""
+@pytest.mark.parametrize("different", ["seed", "pairs"])
+def test_machines_that_differ_are_refused(tmp_path, recipe, different):
+    """One machine has another seed, or other pairs under the same name: no step is made, and each says why."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     machines = []
     for rank in (0, 1):
-        wanted = tmp_path / f"wanted-{rank}.toml"
-        recipe.replace(seed=rank).save(wanted)
-        command = [sys.executable, "-m", "anchor_embedding", "train", str(wanted)]
+        disk = tmp_path / f"machine-{rank}"
+        disk.mkdir()
+        lines = Path(recipe.data).read_text().splitlines(keepends=True)
+        if different == "pairs":
+            lines = lines[rank:] + lines[:rank]
+        (disk / "pairs.jsonl").write_text("".join(lines))
+        seed = rank if different == "seed" else 0
+        recipe.replace(seed=seed, data="pairs.jsonl").save(disk / "wanted.toml")
+        command = [sys.executable, "-m", "anchor_embedding", "train", "wanted.toml"]
         machines.append(
             subprocess.Popen(
                 [*command, "--out", str(tmp_path / "run")],
@@ -430,10 +438,12 @@ def test_machines_with_different_settings_are_refused(tmp_path, recipe):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                cwd=disk,
             )
         )
+    why = "were given different settings" if different == "seed" else "read different pairs"
     for machine in machines:
         said, _ = machine.communicate(timeout=HANG)
         assert machine.returncode == 2, said
-        assert "anchor: the processes were given different settings" in said
+        assert f"anchor: the processes {why}" in said
     assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()

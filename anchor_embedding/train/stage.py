@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'check_lora_targets',
-           'began_with', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
+           'began_with', 'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import json
@@ -37,7 +37,7 @@ from ..common.files import finite, write_text
 from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
-from ..data.examples import Example, draw_different
+from ..data.examples import Example, draw_different, fingerprint
 from ..embed.embedder import Embedder, evaluating
 from ..embed.shared import SharedEmbedder
 from ..model.decoder import CausalDecoder
@@ -259,6 +259,7 @@ def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[li
     watched = draw_different(heldout, number, run.recipe.seed)
     if len(watched) < max(2, run.world):  # every process needs one
         return [], "the batch that is trained on next, because too few different pairs are left"
+    watched = watched[: len(watched) - len(watched) % run.world]  # as many for each
     watched.sort(key=lambda pair: pair.dataset)
     return watched, f"{len(watched)} {words}"
 
@@ -297,6 +298,38 @@ def began_with(run: Training) -> float:  # tokens; inf for a new run
     return _earlier_card(run).get("token_budget", math.inf)
 
 
+def _settings_with_files(run: Training) -> dict[str, str]:
+    "The settings that name files, by the key in the card that identifies their content."
+    settings = {
+        "base_digest": "base",
+        "base_files_digest": "base",
+        "instructions": "instructions",
+    }
+    return settings | {f"{name}_digest": name for name in run.recipe.objective.models()}
+
+
+def check_processes(run: Training) -> None:
+    "Raise `InputError` on every process unless all of them begin with the same."
+    if run.world == 1:
+        return
+    own = {
+        "do not go on from the same step of the run folder": run.first,
+        "read different pairs": run.data.source["fingerprint"],
+        "were given different held-out pairs": fingerprint(run.watched),
+    }
+    for key, setting in _settings_with_files(run).items():
+        own[f"have different files or names under {setting!r}"] = run.card[key]
+    everyone = [None] * run.world
+    torch.distributed.all_gather_object(everyone, own)
+    for difference in own:
+        known = [facts[difference] for facts in everyone if facts[difference] is not None]
+        if any(fact != known[0] for fact in known):
+            raise InputError(
+                f"the processes {difference}; give every machine the same files, or a folder that "
+                "they share"
+            )
+
+
 def prepare(
     run: Training,
     examples: Sequence[Example] | None,
@@ -328,6 +361,7 @@ def prepare(
     run.batches = BatchesAhead(lambda step: run.data.batch(step, run.rank, run.world), recipe.steps)
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
+    check_processes(run)
     run.card["yardstick"] = first_yardstick(run) if run.main else {}
     run.model = wrap(recipe, run.decoder, run.accelerator)
     run.optimizer = make_optimizer(recipe, run.decoder, start)
@@ -372,9 +406,7 @@ def write_card(run: Training) -> str:
             f"{recipe.data}: the pairs are not those this run began with (see "
             f"{path}); restore them or choose another --out"
         )
-    parts = {"base_digest": "base", "base_files_digest": "base", "instructions": "instructions"}
-    parts |= {f"{setting}_digest": setting for setting in recipe.objective.models()}
-    for key, what in parts.items():
+    for key, what in _settings_with_files(run).items():
         kept = before.get(key)  # unknown for a model of the hub that was not in the cache
         if kept and run.card[key] and kept != run.card[key]:
             raise InputError(
