@@ -96,24 +96,36 @@ def paired_bootstrap(
     samples: int = 10_000,  # how often n queries are drawn
     seed: int = 0,  # of the draws
     cells: int = 4_000_000,  # numbers in memory at a time
+    # (n,) package or document of every query; those of one are drawn together
+    clusters: Sequence | None = None,
 ) -> Difference:
     """The mean of a − b with its 95 % percentile interval and two-sided p. Raises `InputError`
     unless a and b are pairs.
     """
     differences = _paired(a, b)
-    rng = np.random.default_rng(seed)
     n = len(differences)
-    rows = max(1, cells // n)
-    sizes = [min(rows, samples - start) for start in range(0, samples, rows)]
-    means = np.concatenate(
-        [differences[rng.integers(0, n, (size, n))].mean(axis=1) for size in sizes]
-    )
-    low, high = np.quantile(means, [0.025, 0.975])
+    number = 0 if clusters is None else len(set(clusters))
+    if number:
+        means = two_level_bootstrap(differences[None], clusters, samples, seed)
+        low, high = stretched_interval(means, differences.mean(), number - 1)
+    else:
+        rng = np.random.default_rng(seed)
+        rows = max(1, cells // n)
+        sizes = [min(rows, samples - start) for start in range(0, samples, rows)]
+        draws = [differences[rng.integers(0, n, (size, n))].mean(axis=1) for size in sizes]
+        means = np.concatenate(draws)
+        low, high = np.quantile(means, [0.025, 0.975])
     tail = min((means <= 0).sum(), (means >= 0).sum())
     p = min(1.0, 2 * (tail + 1) / (samples + 1))
     detectable = (1.959964 + 0.841621) * float(means.std())  # found with power 0.8
     return Difference(
-        float(differences.mean()), float(low), float(high), float(p), n, detectable=detectable
+        float(differences.mean()),
+        float(low),
+        float(high),
+        float(p),
+        n,
+        clusters=number,
+        detectable=detectable,
     )
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d762fd60

@@ -56,7 +56,10 @@ def sweep_steps(
     if embedder.soft_tokens.add_eos:
         ranks = {0: heldout.ranks(*both(without_soft_tokens(embedder)))} | ranks
     ndcg = {k: query_ndcg(of_queries) for k, of_queries in ranks.items()}
-    gains = {k: paired_bootstrap(figures, ndcg[1]) for k, figures in ndcg.items()}
+    gains = {
+        k: paired_bootstrap(figures, ndcg[1], clusters=heldout.clusters)
+        for k, figures in ndcg.items()
+    }
 
     def interval(gain):
         return {"gain": gain.difference, "low": gain.low, "high": gain.high}

@@ -421,7 +421,8 @@ def differences(
         compared = compare_with({arm: -figures[arm] for arm in arms}, -figures[reference], clusters)
         by_pair |= {(reference, arm): one for arm, one in compared.items()}
     if all(name in figures for name in REFERENCES):
-        by_pair["bm25", "base"] = paired_bootstrap(figures["bm25"][0], figures["base"][0])
+        one, other = figures["bm25"][0], figures["base"][0]
+        by_pair["bm25", "base"] = paired_bootstrap(one, other, clusters=clusters)
 
     def scores(b, one):
         return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
