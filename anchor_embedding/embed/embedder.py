@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETTINGS_FILE', 'CHUNK_TEXTS', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts', 'evaluating',
-           'encode_texts', 'own_files', 'read_tokenizer', 'write_embedder', 'write_settings', 'read_settings',
-           'load_pause_tokens', 'load_embedder']
+           'one_for_each', 'encode_texts', 'own_files', 'read_tokenizer', 'write_embedder', 'write_settings',
+           'read_settings', 'load_pause_tokens', 'load_embedder']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
@@ -162,15 +162,12 @@ CHUNK_TEXTS = 4096  # texts tokenised at a time
 
 
 def _token_batches(
-    embedder: Embedder, texts, instruction, batch_tokens: int
+    embedder: Embedder, texts: list[str], instruction: list[str | None], batch_tokens: int
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     "The texts' indices and token ids, batch by batch."
     for start in range(0, len(texts), CHUNK_TEXTS):
         part = texts[start : start + CHUNK_TEXTS]
-        if instruction is None or isinstance(instruction, str):
-            tokens = embedder.tokenizer(part, instruction)
-        else:
-            tokens = embedder.tokenizer(part, instruction[start : start + CHUNK_TEXTS])
+        tokens = embedder.tokenizer(part, instruction[start : start + CHUNK_TEXTS])
         order = sorted(range(len(part)), key=lambda i: -len(tokens[i]))
         lengths = [len(tokens[i]) for i in order]
         padded = embedder.soft_tokens is not None  # see `PrefixCache`
@@ -219,6 +216,20 @@ def evaluating(decoder: CausalDecoder):
                 decoder.train()
 
 # %% ../../nbs/embed/10_embedder.ipynb #30456234
+def one_for_each(
+    instruction: str | Sequence[str | None] | None, texts: Sequence[str]
+) -> list[str | None]:
+    "The instruction of each text. Raises `InputError` for another number of them."
+    if instruction is None or isinstance(instruction, str):
+        return [instruction] * len(texts)
+    if len(instruction) != len(texts):
+        raise InputError(
+            f"{len(instruction)} instructions for {len(texts)} texts: give one for each, or one "
+            "for all"
+        )
+    return list(instruction)
+
+
 @torch.no_grad()
 def encode_texts(
     embedder: Embedder,
@@ -244,12 +255,7 @@ def encode_texts(
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
     texts = list(texts)
-    one = instruction is None or isinstance(instruction, str)
-    if not one and len(instruction) != len(texts):
-        raise InputError(
-            f"{len(instruction)} instructions for {len(texts)} texts: give one for each, or one "
-            "for all"
-        )
+    instruction = one_for_each(instruction, texts)
     decoder = embedder.decoder
     steps = () if refine_steps is None or isinstance(refine_steps, int) else (len(refine_steps),)
     vectors = np.empty((len(texts), *steps, embedder.dimension), dtype=np.float32)

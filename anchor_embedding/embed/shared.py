@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from ..common.errors import InputError
-from .embedder import Embedder, write_embedder
+from .embedder import Embedder, one_for_each, write_embedder
 from ..model.loading import merge_lora
 from anchor_embedding.model.ranks import (
     balanced_share,
@@ -27,14 +27,19 @@ from anchor_embedding.model.ranks import (
 )
 
 # %% ../../nbs/embed/12_shared.ipynb #8fec6a41
-def check_same_texts(accelerator: Accelerator, texts: Sequence[str]) -> None:
-    "Raise `InputError` if the processes have different texts."
-    digest = zlib.crc32("\0".join(texts).encode(errors="surrogatepass"))
+def check_same_texts(
+    accelerator: Accelerator,
+    texts: Sequence[str],
+    instructions: Sequence[str | None],  # one for each text
+) -> None:
+    "Raise `InputError` if the processes have different texts or instructions."
+    given = repr([[*texts], [*instructions]])
+    digest = zlib.crc32(given.encode(errors="surrogatepass"))
     digests = gather_rows(accelerator, torch.tensor([digest], device=accelerator.device))
     if len({int(part) for part in digests}) > 1:
         raise InputError(
-            "the processes were given different texts to encode; an evaluation must do the same "
-            "in each of them"
+            "the processes were given different texts or instructions to encode; an evaluation "
+            "must do the same in each of them"
         )
 
 # %% ../../nbs/embed/12_shared.ipynb #528b0b18
@@ -67,18 +72,14 @@ class SharedEmbedder(Embedder):
         world = self.accelerator.num_processes
         rank = self.accelerator.process_index
         progress = progress if rank == 0 else False
-        if (
-            world == 1
-            or is_sharded(self.decoder)
-            or not isinstance(texts, list | tuple)
-            or len(texts) < world
-        ):
+        several = world > 1 and isinstance(texts, list | tuple)
+        if several:
+            instruction = one_for_each(instruction, texts)
+            check_same_texts(self.accelerator, texts, instruction)
+        if not several or is_sharded(self.decoder) or len(texts) < world:
             return super().encode(
                 texts, instruction, batch_tokens, normalize, progress, refine_steps
             )
-        check_same_texts(self.accelerator, texts)
-        if instruction is None or isinstance(instruction, str):
-            instruction = [instruction] * len(texts)
         # repeat the first text until every process has the same number
         rows = [*range(len(texts)), *[0] * (-len(texts) % world)]
         lengths = [len(texts[row]) for row in rows]
