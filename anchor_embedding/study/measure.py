@@ -71,6 +71,8 @@ def memory_added(
 
 def timed(run: Callable[[], dict], device: torch.device) -> tuple[dict, dict]:
     "The result of a run, and its seconds of wall-clock time and of processor time."
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what was begun before does not count
     began = time.perf_counter()
     began_cpu = time.process_time()
     result = run()
