@@ -33,9 +33,12 @@ class Work:
 
     def of_stage(self, name: str, recipe: Recipe, steps: int | None = None) -> float:
         "A stage with its evaluations, or its first `steps` steps with theirs."
-        steps = recipe.steps if steps is None else steps
-        times = 1 + math.ceil(steps / recipe.eval_every) if recipe.eval_every else 0
-        return steps * self.step[name] + times * self.evaluation
+        whole = steps is None
+        steps = recipe.steps if whole else steps
+        evaluations = 0
+        if every := recipe.eval_every:  # before the first step, and after the last one
+            evaluations = 1 + (math.ceil(steps / every) if whole else steps // every)
+        return steps * self.step[name] + evaluations * self.evaluation
 
     def of_arms(self, arms: Mapping[str, Pipeline]) -> float:
         "All stages of all arms, once."
