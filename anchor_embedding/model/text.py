@@ -8,7 +8,7 @@ __all__ = ['PROMPT', 'OPENINGS', 'clean', 'check_prompt', 'format_instruction', 
 
 # %% ../../nbs/model/10_text.ipynb #c0014a93
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..common.errors import InputError
 
@@ -301,6 +301,8 @@ class TokenizedText:
     ids: list[int]
     start: int  # index of the first body id
     stop: int  # index after the last body id
+    # as it was given, to compare texts: after an instruction the same text may have other ids
+    text: str = field(default="", repr=False, compare=False)
 
     @property
     def body(self) -> list[int]:
@@ -429,7 +431,7 @@ def _tokenize(text_tokenizer, texts, instructions):
         start = len(template.header) + begin
         stop = len(template.header) + len(body)
         sequence = [*template.header, *body, *template.footer, template.eos_id]
-        result.append(TokenizedText(sequence[: text_tokenizer.max_length], start, stop))
+        result.append(TokenizedText(sequence[: text_tokenizer.max_length], start, stop, text))
     return result
 
 

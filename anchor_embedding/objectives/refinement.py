@@ -39,7 +39,7 @@ def refinement_regularizer(
 def refinement_terms(
     objective: "Refinement",
     states: torch.Tensor,  # (n, K, d): B queries, their B positives, then negatives
-    facts: torch.Tensor,  # (n, 2) int64: key and pool of each text
+    facts: torch.Tensor,  # (n, k + 1) int64: keys and pool of each text
     num_pairs: int,  # B
     # infonce, first_infonce (of step 1), regularizer, loss, candidates: scalars
 ) -> dict[str, torch.Tensor]:
@@ -65,8 +65,8 @@ def terms_of_pools(
 ) -> dict[str, torch.Tensor]:
     "`refinement_terms` of every pool, averaged over the pairs."
     totals = {}
-    for pool in facts[:num_pairs, 1].unique():
-        of_pool = facts[:, 1] == pool
+    for pool in facts[:num_pairs, -1].unique():
+        of_pool = facts[:, -1] == pool
         pairs = int(of_pool[:num_pairs].sum())
         terms = refinement_terms(objective, states[of_pool], facts[of_pool], pairs)
         for name, term in terms.items():
