@@ -7,6 +7,7 @@ __all__ = ['BadRow', 'open_binary', 'file_lines', 'jsonl_rows', 'csv_rows', 'par
            'not_read', 'part_examples', 'read_examples', 'read_texts']
 
 # %% ../../nbs/data/15_sources.ipynb #dd215e65
+import ast
 import csv
 import gzip
 import io
@@ -17,6 +18,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,25 +180,42 @@ def csv_rows(
         ) from None
 
 # %% ../../nbs/data/15_sources.ipynb #f3c599cd
-_LISTS = ("negatives", "hard_negatives")  # columns of CSV files that hold JSON lists
+_LISTS = re.compile(r"(hard_)?neg(ative)?s")  # columns of CSV files that hold JSON lists
+
+
+def _holds_list(cell: str) -> bool:
+    "Whether a cell is a list of texts, as JSON or Python writes it."
+    cell = cell.strip()
+    if not cell.startswith(('["', "['")):
+        return False
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return isinstance(ast.literal_eval(cell), list)
+    return isinstance(_json_row(cell.encode("utf-8")), list)
+
+
+def _with_lists(row: dict[str, str]) -> "dict | BadRow":
+    "A CSV row with its lists parsed; a `BadRow` for a list that would be trained as one text."
+    parsed = {}
+    for name, cell in row.items():
+        if _LISTS.fullmatch(name):
+            parsed[name] = _json_row(cell.encode("utf-8")) if cell.strip() else []
+            if not isinstance(parsed[name], list):
+                return BadRow(
+                    f'the cell {name} must be a JSON list like ["a", "b"]; use negative for one text'
+                )
+        elif name == "pos" and _holds_list(cell):
+            return BadRow("the cell pos holds a list; write a row for each positive, or use JSONL")
+        elif NEGATIVES.fullmatch(name) and _holds_list(cell):
+            return BadRow(
+                f"the cell {name} holds a list; name that column negatives, with lists in JSON"
+            )
+    return row | parsed
 
 
 def _csv_pairs(path, opened):
     "CSV rows with cells of several negatives parsed as JSON."
     for where, row in csv_rows(path, (QUERY, POSITIVE), opened):
-        lists = [] if isinstance(row, BadRow) else [name for name in _LISTS if name in row]
-        for name in lists:
-            parsed = _json_row(row[name].encode("utf-8")) if row[name].strip() else []
-            if not isinstance(parsed, list):
-                row = BadRow(
-                    f'the cell {name} must be a JSON list like ["a", "b"]; use negative for one text'
-                )
-                break
-            row = {**row, name: parsed}
-        single = "" if isinstance(row, BadRow) else row.get("negative", "")
-        if single.startswith('["') and isinstance(_json_row(single.encode("utf-8")), list):
-            row = BadRow("the cell negative holds a JSON list; name that column negatives")
-        yield where, row
+        yield where, row if isinstance(row, BadRow) else _with_lists(row)
 
 # %% ../../nbs/data/15_sources.ipynb #039c5477
 def _known(name):
