@@ -156,8 +156,8 @@ class DistilledReconstruction(Reconstruction):
         ]
 
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "Those of Stage I, and the teacher's sequences among the encoded ones."
+        "Those of Stage I, and the teacher's sequences."
         own = super().pair_tokens(lengths)
         bodies = lengths.query_body + lengths.document_body
         used = len(self._trained_directions())
-        return replace(own, encoded=(*own.encoded, *(lengths.opening + 1 + bodies,) * used))
+        return replace(own, taught=(lengths.opening + 1 + bodies,) * used)

@@ -42,12 +42,23 @@ class PairTokens:
     negatives: float = 0  # documents in addition to the positive
     encoded: tuple[float, ...]  # lengths of the sequences of the encode pass
     decoded: tuple[float, ...] = ()  # lengths of the sequences of the decode pass
+    taught: tuple[float, ...] = ()  # lengths of the sequences that a frozen teacher reads
     scored: float = 0  # tokens in the vocabulary loss
 
     @property
     def total(self) -> float:
-        "Tokens of both passes."
+        "Tokens of all passes."
+        return self.kept + sum(self.taught)
+
+    @property
+    def kept(self) -> float:
+        "Tokens of the passes that have a gradient, whose activations are kept."
         return sum(self.encoded) + sum(self.decoded)
+
+    @property
+    def budgeted(self) -> float:
+        "Tokens that count for `token_budget`."
+        return sum(self.encoded) + sum(self.taught)
 
 # %% ../../nbs/objectives/10_objective.ipynb #c1ad4eed
 DIRECTIONS = {"q2d": ("queries", "positives"), "d2q": ("positives", "queries")}  # anchor of, target
@@ -78,6 +89,8 @@ class Objective(Checked):
     soft_tokens: ClassVar = None  # the `SoftTokens` that continue a text before pooling
     # the place of a row in the batch matters, so rows are dealt to the processes in turn
     keeps_places: ClassVar[bool] = False
+    # computes padding, of which `pair_tokens` cannot know the amount
+    pads: ClassVar[bool] = False
     # each query is paired with the positive of the next pair of the global batch
     exchanges_pairs: ClassVar[bool] = False
     hard_negatives = 0  # at most this many per query; some objectives have it as a setting

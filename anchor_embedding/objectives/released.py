@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from ..common.errors import InputError
 from ..common.settings import Natural, Share, given
 from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
@@ -75,6 +76,7 @@ class ReleasedReconstruction(Anchored):
     unit: ClassVar[str] = "token"
     paper: ClassVar[str] = "stage1"
     splits_by_budget: ClassVar[bool] = False
+    pads: ClassVar[bool] = True
     decode_opening = "none"  # its header is masked out
 
     def prepared(self, tokenizer: TextTokenizer) -> "ReleasedReconstruction":
@@ -88,6 +90,11 @@ class ReleasedReconstruction(Anchored):
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of `micro_batch_size` pairs."
         size = self.micro_batch_size or len(batch)
+        if len(batch) % size:
+            raise InputError(
+                f"`micro_batch_size` = {size}: must divide the {len(batch)} pairs of a process, or "
+                "the smaller last micro-batch would count as much as the others"
+            )
         rows = range(len(batch))
         return [batch.take(rows[start : start + size]) for start in rows[::size]]
 

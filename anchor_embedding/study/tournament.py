@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['NO_DIFFERENCE', 'EQUAL', 'BUDGETS', 'REFERENCES', 'entrants_of', 'same_stages', 'contestants', 'check_equal_footing',
-           'stretched', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request', 'enter_seeds',
-           'course', 'tournament', 'differences', 'against_first', 'standings', 'verdict_lines', 'publish']
+           'stretched', 'check_planned', 'spend', 'flops_per_step', 'seconds_per_step', 'enter', 'check_request',
+           'enter_seeds', 'course', 'tournament', 'differences', 'against_first', 'standings', 'verdict_lines',
+           'publish']
 
 # %% ../../nbs/study/60_tournament.ipynb #36beccb3
 import itertools
@@ -141,6 +142,16 @@ def stretched(recipe: Recipe, steps: int) -> Recipe:
     return recipe.replace(
         steps=steps, warmup_steps=min(warmup, (horizon or steps) - 1), schedule_steps=horizon
     )
+
+
+def check_planned(entrant: Pipeline) -> None:
+    "Raise `InputError` for an objective whose operations the plan does not know."
+    for stage, recipe in entrant.stages.items():
+        if recipe.objective.pads:
+            raise InputError(
+                f"{entrant.name}: `{stage}` has the objective {recipe.objective_name!r}, which "
+                "computes padding that the plan does not count; take a budget of steps or seconds"
+            )
 
 
 def spend(
@@ -332,6 +343,8 @@ def tournament(
     if every is None:
         every = max(1, amount // 8) if budget == "steps" else amount / 8
     check_request(out, budget, amount, every, alternative)
+    for entrant in entrants.values() if budget == "flops" else ():
+        check_planned(entrant)
     first = first_stage(entrants)
     numbers = seed_numbers(first.seed, seeds)
     base = resolve_base(first.base, say)

@@ -338,15 +338,19 @@ def step_flops(
     pairs = recipe.batch_size
     adapted = 0 if full else 2 * pairs * trained_parameters(recipe, shape)  # a token
     maps, attention = (pairs * x for x in forward_flops(shape, (*tokens.encoded, *tokens.decoded)))
-    adapters = adapted * tokens.total
+    adapters = adapted * tokens.kept
     forward = maps + attention + adapters
     twice = recipe.objective.read_twice(tokens)
     at_once = max(1, recipe.token_budget // max(1, sum(twice)))  # pairs
     # all but the first micro-batch
     again = max(0.0, 1 - at_once * processes / pairs) if twice else 0.0
     first_pass = pairs * sum(forward_flops(shape, twice)) + adapted * sum(twice)
-    last = 2 * pairs * tokens.total * shape.layers * shape.intermediate_size * shape.hidden_size
+    last = 2 * pairs * tokens.kept * shape.layers * shape.intermediate_size * shape.hidden_size
     head = 2 * pairs * tokens.scored * shape.embeddings
+    of_text = 3 if full else 2  # products with the head: forward and backward
+    # `taught_loss` computes the logits of both models again in the backward pass
+    of_teacher = (of_text + 1) * bool(tokens.taught)
+    read = pairs * sum(forward_flops(shape, tokens.taught))
     soft = recipe.objective.soft_tokens
     reads = pairs * (2 + tokens.negatives) * soft.steps if soft and soft.kind == "mixture" else 0
     return {
@@ -354,7 +358,8 @@ def step_flops(
         "backward": (2 if full else 1) * maps + 2 * (attention + adapters),
         "recomputed activations": (forward - last * full) * recipe.activation_checkpointing,
         "first pass of GradCache": first_pass * again,
-        "vocabulary loss": head * (3 if full else 2),
+        "vocabulary loss": head * (of_text + of_teacher),
+        "teacher": read + 2 * head * bool(tokens.taught),  # taken to be as large as the base
         "soft tokens": 2 * reads * shape.embeddings * ((7 if full else 5) + 2 * again),
     }
 
@@ -388,8 +393,8 @@ def layer_bytes(
 def tokens_at_once(recipe: Recipe, tokens: PairTokens, processes: int = 1) -> float:
     "Tokens of a micro-batch, encoded and decoded, whose activations are in memory at the same time."
     held = recipe.objective.one_pass(tokens)
-    pairs = recipe.objective.pairs_at_once(recipe.batch_size / processes, sum(held.encoded))
-    return pairs * held.total
+    pairs = recipe.objective.pairs_at_once(recipe.batch_size / processes, held.budgeted)
+    return pairs * held.kept
 
 # %% ../../nbs/train/20_plan.ipynb #36f4c9d2
 CHUNK_LOGITS = 2**25  # logits of the vocabulary loss held at once, as in `model.vocabulary`
@@ -462,7 +467,8 @@ def largest_budget(
     "The largest `token_budget` with which a step stays within a limit."
     # with so large a budget, the chunk of logits is full
     parts = memory(recipe.replace(token_budget=2**30), shape, tokens, processes)
-    each = activation_bytes(recipe, shape, 1) * tokens.total / sum(tokens.encoded)
+    held = recipe.objective.one_pass(tokens)
+    each = activation_bytes(recipe, shape, 1) * held.kept / held.budgeted
     return math.floor((limit - sum(parts.values()) + parts["activations"]) / each)
 
 
