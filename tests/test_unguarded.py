@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import anchor_embedding.data.store as store_module
+import anchor_embedding.train.prepare as prepare_module
 from anchor_embedding.cli import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
@@ -387,3 +388,51 @@ def test_texts_beyond_the_context_are_refused_in_training_and_when_they_come(
     assert embedder.encode(["a few words"]).shape == (1, embedder.dimension)
     with pytest.raises(InputError, match=f"a text {message}"):
         embedder.encode(["a few words", "word " * 2000])
+
+
+@pytest.mark.parametrize("template", ["auto", "chat"])
+def test_a_stage_after_a_stage_reads_texts_as_on_the_base(examples, pairs, tmp_path, template):
+    """A template has its own EOS: that of the first stage's template is not taken for another."""
+    base = tmp_path / "base"
+    tiny_model("gemma").save_pretrained(base)
+    tiny_tokenizer("gemma").save_pretrained(base)
+    first = small(base, pairs, template="plain")
+    trained = train(first, tmp_path / "run", examples, progress=False, say=quiet)
+    second = small(base, pairs, objective="contrastive", template=template)
+    on_base, after = (prepare_tokenizer(second, str(folder)).template for folder in (base, trained))
+    assert after.style == ("plain" if template == "auto" else "chat")
+    if template == "chat":
+        assert after == on_base and after.eos_id != prepare_tokenizer(first, str(base)).eos_id
+
+
+def test_pause_tokens_are_passed_on_to_the_next_stage(base, examples, pairs, tmp_path):
+    settings = {"objective": "refinement", "pooling": "mean", "soft_token_kind": "pause"}
+    recipe = small(base, pairs, **settings, refine_steps=3, learning_rate=5e-2)
+    trained = train(recipe, tmp_path / "run", examples, progress=False, say=quiet)
+    kept = load_file(trained / "pause_tokens.safetensors")["pause_tokens"]
+    said = []
+    for steps in (3, 2):
+        following = recipe.replace(base=str(trained), refine_steps=steps)
+        embedder, _ = prepare_embedder(following, torch.device("cpu"), say=said.append)
+        assert torch.equal(embedder.decoder.pause_tokens, kept) == (steps == 3)
+    assert (
+        len([line for line in said if "the 3 pause tokens of the base are not used" in line]) == 1
+    )
+
+
+def test_a_run_that_goes_on_with_other_products_says_so(
+    base, examples, pairs, tmp_path, monkeypatch
+):
+    """With dtype = "auto", a run may be resumed on a processor without bfloat16."""
+    recipe = small(base, pairs, dtype="auto", checkpoint_every=1)
+    said = []
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(prepare_module, "choose_dtype", lambda *_, own=dtype: (own, "a test"))
+        resumed = (tmp_path / "run").exists()
+        train(recipe, tmp_path / "run", examples, progress=False, say=said.append, resume=resumed)
+        if not resumed:
+            shutil.rmtree(tmp_path / "run" / "final")
+            shutil.rmtree(tmp_path / "run" / "step-000003")
+    starts = json.loads((tmp_path / "run" / "card.json").read_text())["starts"]
+    assert [start["dtype"] for start in starts] == ["torch.bfloat16", "torch.float32"]
+    assert [line for line in said if "in bfloat16 before step 3" in line]

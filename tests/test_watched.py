@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -120,6 +122,23 @@ def test_no_two_watched_pairs_share_a_passage(base, examples, tmp_path, given):
     assert run.watched == [] and "too few different pairs" in run.card["watched"]
 
 
+def test_other_watched_pairs_have_no_ceiling(base, examples, tmp_path):
+    """Resumed without its held-out pairs, a run watches others, whose ceiling is not known."""
+    stage = recipe(base, anchor_gain_every=1, checkpoint_every=1)
+    seen = []
+    for heldout in (examples[30:], None):
+        resumed = (tmp_path / "run").exists()
+        given = {"progress": False, "say": seen.append, "heldout": heldout, "resume": resumed}
+        train(stage, tmp_path / "run", examples[:30], **given)
+        if not resumed:
+            for name in ("final", "step-000003", "step-000002"):
+                shutil.rmtree(tmp_path / "run" / name)
+    lines, card = lines_and_card(tmp_path / "run")
+    assert ["share_of_ceiling_q2d" in line for line in lines] == [True, False, False]
+    assert all("anchor_gain_q2d" in line for line in lines) and card["yardstick"] == {}
+    assert [line for line in seen if "other pairs are watched" in line]
+
+
 def test_processes_share_the_pairs_that_are_watched(base, examples, tmp_path):
     run = open_run(recipe(base), tmp_path / "run", examples[:30], say=quiet, heldout=examples[30:])
     run.close()
@@ -127,6 +146,12 @@ def test_processes_share_the_pairs_that_are_watched(base, examples, tmp_path):
     parts = [[text.ids for text in watched_batch(run, rank, 3).queries] for rank in range(3)]
     assert len(whole) == 8 and [len(part) for part in parts] == [3, 3, 2]
     assert sorted(itertools.chain(*parts)) == sorted(whole)
+    # a pair keeps its own one of two instructions that alternate
+    table = {pair.dataset: ("Find the rest", "Go on") for pair in run.watched}
+    run.data = replace(run.data, instructions=Instructions("two", table))
+    told = [text.ids for text in watched_batch(run, 0, 1).queries]
+    parts = [[text.ids for text in watched_batch(run, rank, 3).queries] for rank in range(3)]
+    assert told != whole and sorted(itertools.chain(*parts)) == sorted(told)
 
 
 def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):

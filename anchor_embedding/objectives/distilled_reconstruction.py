@@ -6,14 +6,17 @@
 __all__ = ['DistilledReconstruction']
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #d2781cbd
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from ..common.errors import InputError
+from ..common.files import file_stamp
 from ..common.settings import Share, given
 from ..data.batches import TokenBatch
 from ..model.base import resolve_base
@@ -26,8 +29,20 @@ from .objective import SIDES, PairTokens, TextLengths
 from .reconstruction import Reconstruction, decode_states, no_targets
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #4daa5800
+def _version_of(name: str) -> str:
+    "What changes when a file in a model's folder is replaced; empty for a name of the hub."
+    folder = Path(resolve_base(name).path)
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    return json.dumps([file_stamp(path) for path in files])
+
+
 @lru_cache(maxsize=1)
-def _teacher(name: str, device: torch.device, dtype: torch.dtype | None) -> CausalDecoder:
+def _teacher(
+    name: str,
+    version: str,  # see `_version_of`: another model may be saved under the same name
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> CausalDecoder:
     "The frozen teacher, loaded once a process."
     # asked for inside a forward pass, but probed in float32 like any model
     with torch.autocast(device.type, enabled=False):
@@ -44,6 +59,7 @@ class DistilledReconstruction(Reconstruction):
     teacher: str = ""  # a folder or a model's name, with the same tokenizer
     teacher_weight: Share = 0.5  # of what it predicts; the text itself has the rest
     between: tuple[int, ...] = given((0,))  # token ids between source and target, for the teacher
+    version: str = given("")  # of the teacher's files
 
     name: ClassVar[str] = "distilled_reconstruction"
     title: ClassVar[str] = "reconstruction, distilled"
@@ -60,17 +76,22 @@ class DistilledReconstruction(Reconstruction):
                 f"`teacher` = {self.teacher!r}: its tokenizer has other tokens than that of the "
                 "model that is trained; a teacher predicts the same tokens"
             )
-        return replace(super().prepared(tokenizer), between=tuple(separator_ids(tokenizer)))
+        own = {"between": tuple(separator_ids(tokenizer)), "version": _version_of(self.teacher)}
+        return replace(super().prepared(tokenizer), **own)
 
     def models(self) -> dict[str, str]:
         "The teacher."
         return {"teacher": self.teacher} if self.teacher_weight else {}
 
+    def loaded(self, decoder: CausalDecoder) -> CausalDecoder:
+        "The teacher, on the device and with the products of the model that is trained."
+        return _teacher(self.teacher, self.version, decoder.device, decoder.compute_dtype)
+
     def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
         "See `Objective.check_context`: the teacher reads both texts."
         if not self.teacher_weight:
             return
-        teacher = _teacher(self.teacher, decoder.device, decoder.compute_dtype)
+        teacher = self.loaded(decoder)
         target = min(tokenizer.room + self.predict_eos, self.target_tokens or tokenizer.max_length)
         longest = len(self.before) + tokenizer.room + len(self.between) + target - 1
         what = f"for the teacher, two texts of max_length = {tokenizer.max_length}"
@@ -118,7 +139,7 @@ class DistilledReconstruction(Reconstruction):
         states, targets = decode_states(
             decoder, anchors, flat, self.before, self.input_dropout, eos_id
         )
-        teacher = _teacher(self.teacher, decoder.device, decoder.compute_dtype)
+        teacher = self.loaded(decoder)
         shown = self.taught_states(teacher, batch, directions)
         parts = zip(*(x.split(counts) for x in (states, targets, shown)), strict=True)
         sums = [

@@ -166,7 +166,8 @@ def update_weights(run: Training, step: int) -> dict[str, float]:  # learning ra
 # %% ../../nbs/train/40_loop.ipynb #671340ee
 def watched_batch(run: Training, rank: int, world: int):
     "The `TokenBatch` of one process's share of the watched pairs."
-    return run.data.held_out_batch(run.watched[rank::world])
+    places = range(rank, len(run.watched), world)
+    return run.data.held_out_batch(run.watched, places)
 
 
 def _measure(run: Training, step: int) -> dict[str, float]:

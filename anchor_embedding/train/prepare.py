@@ -13,7 +13,7 @@ import math
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ from ..data.examples import Example, fingerprint
 from anchor_embedding.embed.embedder import (
     Embedder,
     load_pause_tokens,
+    own_files,
     read_settings,
     read_tokenizer,
 )
@@ -136,9 +137,13 @@ class TrainingData:
         other = tokenized([rows[(place + 1) % len(rows)] for place in places])
         return TokenBatch(own.queries, other.positives, other.negatives)
 
-    def held_out_batch(self, examples: Sequence[Example]) -> TokenBatch:
+    def held_out_batch(
+        self,
+        examples: Sequence[Example],
+        places: Iterable[int] | None = None,  # of the pairs to take; None = all
+    ) -> TokenBatch:
         "A batch of pairs to watch, not to train on, without hard negatives."
-        return tokenize_batch(examples, self.tokenizer, self.instructions, hard_negatives=0)
+        return tokenize_batch(examples, self.tokenizer, self.instructions, places, hard_negatives=0)
 
     def unseen(self, steps: int, number: int) -> list[int]:
         """At most `number` rows that are in no batch of the first `steps` steps: a fixed random
@@ -350,11 +355,15 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
     """
-    settings = {"template": recipe.template, "eos_token": recipe.eos_token or None}
     saved = read_settings(base)
-    settings = {k: saved.get(k, v) if v in (None, "auto") else v for k, v in settings.items()}
+    template = recipe.template
+    if template == "auto":
+        template = saved.get("template", "auto")
+    eos_token = recipe.eos_token or None
+    if eos_token is None and template == saved.get("template"):  # each template has its own EOS
+        eos_token = saved["eos_token"]
     return TextTokenizer(
-        read_tokenizer(base), max_length=recipe.max_length, prompt=recipe.prompt, **settings
+        read_tokenizer(base), template, recipe.max_length, eos_token, prompt=recipe.prompt
     )
 
 
@@ -394,10 +403,7 @@ def prepare_embedder(
     objective.check_context(decoder, tokenizer)
     soft_tokens = objective.soft_tokens
     if soft_tokens and soft_tokens.kind == "pause":
-        if start:
-            load_pause_tokens(decoder, start, soft_tokens.steps)
-        else:
-            add_pause_tokens(decoder, soft_tokens.steps, recipe.seed)
+        _add_pause_tokens(decoder, recipe, soft_tokens.steps, start, base.path, say)
     tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if objective.uses_head:
         check_head(decoder, f"objective = {recipe.objective_name!r}")
@@ -439,6 +445,18 @@ def prepare_embedder(
     ), card
 
 # %% ../../nbs/train/35_prepare.ipynb #c443dce8
+def _add_pause_tokens(decoder, recipe: Recipe, steps: int, start, base: str, say) -> None:
+    "Pause tokens from a checkpoint, from the base if it has as many, or else new ones."
+    saved = read_settings(base).get("soft_tokens")
+    trained = saved.steps if saved and saved.kind == "pause" else 0
+    if start or trained == steps:
+        load_pause_tokens(decoder, start or own_files(base), steps)
+        return
+    if trained:
+        say(f"the {trained} pause tokens of the base are not used: this recipe trains {steps}")
+    add_pause_tokens(decoder, steps, recipe.seed)
+
+
 def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
     """Load the LoRA weights of a checkpoint into new adapters. Raises `InputError` if any is
     missing.

@@ -269,7 +269,11 @@ def first_yardstick(run: Training) -> dict[str, float]:
     a resumed one.
     """
     if run.first:
-        return _earlier_card(run).get("yardstick", {})
+        earlier = _earlier_card(run)
+        if earlier.get("watched_pairs", run.card["watched_pairs"]) == run.card["watched_pairs"]:
+            return earlier.get("yardstick", {})
+        run.say("other pairs are watched than when the run began: gains have no ceiling from here")
+        return {}
     if not run.watched:
         return {}
     try:
@@ -315,7 +319,7 @@ def check_processes(run: Training) -> None:
     own = {
         "do not go on from the same step of the run folder": run.first,
         "read different pairs": run.data.source["fingerprint"],
-        "were given different held-out pairs": fingerprint(run.watched),
+        "were given different held-out pairs": run.card["watched_pairs"],
     }
     for key, setting in _settings_with_files(run).items():
         own[f"have different files or names under {setting!r}"] = run.card[key]
@@ -361,6 +365,7 @@ def prepare(
     run.batches = BatchesAhead(lambda step: run.data.batch(step, run.rank, run.world), recipe.steps)
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
+    run.card["watched_pairs"] = fingerprint(run.watched)
     check_processes(run)
     run.card["yardstick"] = first_yardstick(run) if run.main else {}
     run.model = wrap(recipe, run.decoder, run.accelerator)
@@ -418,7 +423,15 @@ def write_card(run: Training) -> str:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processes": run.world,
         "commit": source_commit(),
+        "device": run.card["device"],
+        "dtype": run.card["dtype"],
+        "torch": torch.__version__,
     }
+    if before.get("dtype", start["dtype"]) != start["dtype"]:
+        run.say(
+            f"matrix products were in {before['dtype'].removeprefix('torch.')} before step "
+            f"{run.first + 1}; set dtype to the one you want for the whole run"
+        )
     packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     card = {
