@@ -500,6 +500,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources.find_parts': ( 'data/sources.html#find_parts',
                                                                                              'anchor_embedding/data/sources.py'),
+                                               'anchor_embedding.data.sources.held_out_files': ( 'data/sources.html#held_out_files',
+                                                                                                 'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources.jsonl_rows': ( 'data/sources.html#jsonl_rows',
                                                                                              'anchor_embedding/data/sources.py'),
                                                'anchor_embedding.data.sources.not_read': ( 'data/sources.html#not_read',

@@ -247,6 +247,8 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
         Recipe(**SHARED | {"refine_steps": 0}, base="-")
     with pytest.raises(InputError, match="refinement reads causally: leave `attention` out"):
         Recipe(**SHARED, base="-", attention="bidirectional")
+    with pytest.raises(InputError, match="`soft_token_temperature` has no effect on pause tokens"):
+        Recipe(**SHARED, base="-", soft_token_kind="pause", soft_token_temperature=0.5)
     with pytest.raises(
         InputError,
         match="1000 refinement steps exceed the model's context of "

@@ -444,3 +444,15 @@ def test_real_files(tmp_path):
         mine = store.rows[path.name.removesuffix(".jsonl.gz")]
         assert np.array_equal(np.diff(mine), np.ones(len(mine) - 1)) and store.take(mine) == listed
     assert fingerprint(store) == store.fingerprint
+
+
+def test_a_test_split_beside_the_training_pairs_is_named(tmp_path):
+    row = '{"query": "q", "positive": "p"}\n'
+    for name in ("train.jsonl", "nq_test.jsonl"):
+        (tmp_path / name).write_text(row)
+    said = []
+    assert len(open_examples(tmp_path, say=said.append)) == 2
+    (line,) = said
+    assert line == f"{tmp_path}: read although it may be a test split: nq_test.jsonl"
+    open_examples(tmp_path / "nq_test.jsonl", say=said.append)
+    assert said == [line]

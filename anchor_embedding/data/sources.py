@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BadRow', 'open_binary', 'file_lines', 'jsonl_rows', 'csv_rows', 'parquet_rows', 'qrels_rows', 'Part', 'find_parts',
-           'not_read', 'part_examples', 'read_examples', 'read_texts']
+           'not_read', 'held_out_files', 'part_examples', 'read_examples', 'read_texts']
 
 # %% ../../nbs/data/15_sources.ipynb #dd215e65
 import ast
@@ -527,6 +527,16 @@ def not_read(source: str | os.PathLike) -> list[str]:  # names
     ]
 
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
+_TEST_SPLIT = re.compile(r"(.*[-_.])?(test|dev|valid|validation)([-_.].*)?", re.IGNORECASE)
+
+
+def held_out_files(source: str | os.PathLike) -> list[str]:  # names
+    "Files of a folder that are read although their names are those of test or validation splits."
+    parts = find_parts(source) if Path(source).is_dir() else []
+    files = [file for part in parts for file in part.files]
+    return [file.name for file in files if _TEST_SPLIT.fullmatch(file.name)]
+
+
 def part_examples(
     part: Part,
     # "error": raise at the first bad row; "skip": yield each bad row as a `BadRow`

@@ -28,7 +28,13 @@ from ..common.files import atomic_folder, cache_folder, file_stamp
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
-from .sources import BadRow, find_parts, not_read, part_examples
+from anchor_embedding.data.sources import (
+    BadRow,
+    find_parts,
+    not_read,
+    part_examples,
+    held_out_files,
+)
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
 _FORMAT = 3  # version of the file format and of how rows are read; raise it with them
@@ -423,4 +429,6 @@ def open_examples(
         say(f"{source}: {counted(store.bad_rows, 'bad row')} left out; the first: {store.bad[0]}")
     if names := not_read(source):
         say(f"{source}: not read: {', '.join(names)}")
+    if names := held_out_files(source):
+        say(f"{source}: read although it may be a test split: {', '.join(names)}")
     return store

@@ -134,3 +134,5 @@ class Refinement(Contrastive):
         yield from super().conflicts(recipe)
         if recipe.attention != "causal":
             yield "refinement reads causally: leave `attention` out"
+        if self.soft_token_kind == "pause" and self.soft_token_temperature != 1:
+            yield "`soft_token_temperature` has no effect on pause tokens; leave it out"

@@ -134,13 +134,13 @@ class Training:
             check_finite({"loss": terms["loss"]}, step, self.folder)
             update = update_weights(self, step)
             tokens = torch.tensor([batch.num_tokens]).to(self.accelerator.device, non_blocking=True)
-            tokens = global_sum(self.accelerator, tokens)
+            tokens = int(global_sum(self.accelerator, tokens))  # waits for the device
         seconds = round(time.perf_counter() - began, 4)
         return {
             "dataset": self.data.plan.dataset(step),
             **terms,
             **update,
-            "tokens": int(tokens),
+            "tokens": tokens,
             "seconds": seconds,
         }
 

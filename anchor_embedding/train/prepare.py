@@ -37,6 +37,7 @@ from anchor_embedding.data.batches import (
 from ..data.docstrings import docstring_pairs
 from ..data.examples import Example, fingerprint
 from anchor_embedding.embed.embedder import (
+    BARE_TOKENIZER,
     Embedder,
     load_pause_tokens,
     own_files,
@@ -339,10 +340,11 @@ def files_digest(folder: str | Path) -> str:
     if not Path(folder).is_dir():
         return ""
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
+    # an exported model has the tokenizer of training in a folder of its own
+    for path in sorted([*Path(folder).iterdir(), *Path(folder, BARE_TOKENIZER).glob("*")]):
         if _READ_FILE.fullmatch(path.name) and path.is_file():
             content = path.read_bytes()
-            digest.update(f"{path.name} {len(content)}\n".encode())
+            digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
             digest.update(content)
     adapter = Path(folder) / "adapter_config.json"
     if adapter.exists():
