@@ -447,12 +447,12 @@ def test_real_files(tmp_path):
 
 
 def test_a_test_split_beside_the_training_pairs_is_named(tmp_path):
-    row = '{"query": "q", "positive": "p"}\n'
+    folder = tmp_path / "pairs"
+    folder.mkdir()
     for name in ("train.jsonl", "nq_test.jsonl"):
-        (tmp_path / name).write_text(row)
+        (folder / name).write_text('{"query": "q", "positive": "p"}\n')
     said = []
-    assert len(open_examples(tmp_path, say=said.append)) == 2
-    (line,) = said
-    assert line == f"{tmp_path}: read although it may be a test split: nq_test.jsonl"
-    open_examples(tmp_path / "nq_test.jsonl", say=said.append)
-    assert said == [line]
+    assert len(open_examples(folder, say=said.append)) == 2
+    assert said == [f"{folder}: read although it may be a test split: nq_test.jsonl"]
+    open_examples(folder / "nq_test.jsonl", say=said.append)
+    assert len(said) == 1

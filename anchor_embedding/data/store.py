@@ -31,9 +31,9 @@ from .examples import Example, fingerprint_line
 from anchor_embedding.data.sources import (
     BadRow,
     find_parts,
+    held_out_files,
     not_read,
     part_examples,
-    held_out_files,
 )
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
