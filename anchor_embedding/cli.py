@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 import warnings
@@ -365,7 +364,9 @@ def search(args: argparse.Namespace) -> None:
         print(question + args.approximate * " (approximate)")
         for hit in hits:
             text = " ".join((hit.columns.get("text") or "").split())
-            print(f"  {hit.score:.3f}  {hit.id}  {textwrap.shorten(text, 100, placeholder=' …')}")
+            if len(text) > 100:  # also without spaces
+                text = text[:98].rstrip() + " …"
+            print(f"  {hit.score:.3f}  {hit.id}  {text}")
 
 
 def _finder(args, corpus):  # a function of the model
@@ -950,8 +951,8 @@ def _comparing_commands(commands) -> None:
     parser.shared("--part", default="development")
     parser.number(
         "--seed",
-        "seed that chooses the held-out pairs; give the recipe's, so that the model was trained on "
-        "none of them",
+        "seed that chooses the held-out pairs; give the seed of the first run, and with --heldout "
+        "its evaluation.pairs: another number or seed chooses pairs that the model was trained on",
         42,
     )
     parser.option("--plot", "FILE.png", "draw the scores", kind=Path)

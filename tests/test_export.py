@@ -305,6 +305,35 @@ def run(tmp_path_factory, base):
     return place / "second"
 
 
+def test_a_run_in_the_working_folder_is_no_earlier_stage(tmp_path, monkeypatch):
+    """A base may be named without a folder; a card in the working folder is that of another run."""
+    for name in ("mine", "other"):
+        (tmp_path / name / "final").mkdir(parents=True)
+        card = {"recipe": {"name": name, "base": "SmolLM2-135M-Instruct"}}
+        (tmp_path / name / "card.json").write_text(json.dumps(card))
+    for place, model in (
+        (tmp_path, "mine/final"),
+        (tmp_path / "mine", "final"),
+        (tmp_path / "other", "../mine/final"),
+    ):
+        monkeypatch.chdir(place)
+        assert [card["recipe"]["name"] for card in find_cards(Path(model))] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "words"),
+    [
+        ({"query": "Find"}, "Queries take a prompt, documents do not."),
+        ({"query": "Find", "document": "a page"}, "Queries and documents take a prompt."),
+        ({"query": "", "document": "a page"}, "Documents take a prompt, queries do not."),
+        ({"query": ""}, "Neither queries nor documents take a prompt."),
+    ],
+)
+def test_the_card_says_which_side_takes_a_prompt(tmp_path, base, instructions, words):
+    folder = export_embedder(base, tmp_path / "exported", instructions=instructions)
+    assert words in (folder / "README.md").read_text("utf-8")
+
+
 def test_card(tmp_path, run, base):
     found = {"main_score": 0.4321, "metric": "cosine_spearman", "split": "test"}
     scores = {"model": "x", "about": {"commit": "abc"}, "tasks": {"STS12": found}}

@@ -444,3 +444,14 @@ def test_the_subset_names_what_is_not_there():
     missing = {name for name, task in opened.items() if isinstance(task, InputError)}
     assert len(opened) == 15 and {"ArguAna", "SICK-R", "SprintDuplicateQuestions"} <= missing
     assert {"SciFact", "STS17", "Banking77Classification"} <= opened.keys() - missing
+
+
+def test_a_task_whose_files_change_is_refused_when_its_turn_comes(tmp_path):
+    folder = tmp_path / "sts" / "Mine"
+    folder.mkdir(parents=True)
+    (folder / "pairs.jsonl").write_text(lines([PAIR, OTHER_PAIR]))
+    first, second = (open_tasks(None, tmp_path)["Mine"] for _ in range(2))
+    first.load_data()
+    (folder / "pairs.jsonl").write_text(lines([PAIR, OTHER_PAIR, PAIR | {"score": 2.0}]))
+    with pytest.raises(InputError, match="a file was changed after the task was opened"):
+        second.load_data()

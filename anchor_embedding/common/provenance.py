@@ -94,15 +94,20 @@ def find_cards(
     if (folder / "card.json").is_file():  # the run itself
         run = folder
     cards = []
-    while (run / "card.json").is_file() and len(cards) < 9:
+    seen = set()
+    while (run / "card.json").is_file() and run.resolve() not in seen:
+        seen.add(run.resolve())
         try:
             cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
-            earlier = Path(cards[0]["recipe"]["base"]).parent
+            base = Path(cards[0]["recipe"]["base"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{run / 'card.json'} is damaged ({error}); correct it, or export a copy "
                 "of the model from another place"
             ) from error
+        if len(base.parts) < 2:  # a model by its name, or a folder that no run has made
+            break
+        earlier = base.parent
         run = earlier if (earlier / "card.json").is_file() else run.parent / earlier.name
     if cards and folder.name.startswith("step-"):
         cards[-1]["checkpoint"] = folder.name

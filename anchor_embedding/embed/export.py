@@ -416,8 +416,12 @@ A text embedding model, made with anchor_embedding.
 ## Use
 
 The template, BOS and EOS are inside the tokenizer: add nothing around a text.
-{% if prompts.query %}
+{% if prompts.query and prompts.document %}
+Queries and documents take a prompt.
+{% elif prompts.query %}
 Queries take a prompt, documents do not.
+{% elif prompts.document %}
+Documents take a prompt, queries do not.
 {% else %}
 Neither queries nor documents take a prompt.
 {% endif %}
@@ -472,7 +476,7 @@ Chosen here, because the paper does not specify it:
 Differences from the paper's recipe:
 
 {{ comparison(stage.deviations) }}
-{% else %}
+{% elif stage.deviations is not none %}
 It does not differ from the paper's recipe.
 
 {% endif %}

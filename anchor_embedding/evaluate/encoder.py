@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -202,6 +203,8 @@ def trained_on(
         names.update(datasets)
     if not names:
         return None
+    # a dump of the paper's data has two halves of some sets
+    names = {re.sub(r"_split[12]$", "", name) for name in names}
     return {task for name in names for task in _training_tasks().get(name, [name])}
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #f74d803e

@@ -430,6 +430,10 @@ def _load_data(task, num_proc=None, **_) -> None:
     if task.data_loaded:
         return
     folder = task.folder
+    if data_fingerprint(folder) != task.metadata.dataset["revision"]:
+        raise InputError(
+            f"{folder}: a file was changed after the task was opened; start the evaluation again"
+        )
     files = task.kind.files.items()
     tables = {stem: _columns(_file(folder, stem), model) for stem, model in files}
     splits = task.kind.arrange(folder, tables)

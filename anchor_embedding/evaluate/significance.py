@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import chdtri, stdtrit
+from scipy.special import chdtri, stdtr, stdtrit
 
 from ..common.errors import InputError
 from ..common.show import counted
@@ -99,8 +99,8 @@ def paired_bootstrap(
     # (n,) package or document of every query; those of one are drawn together
     clusters: Sequence | None = None,
 ) -> Difference:
-    """The mean of a − b with its 95 % percentile interval and two-sided p. Raises `InputError`
-    unless a and b are pairs.
+    """The mean of a − b with its 95 % percentile interval and two-sided p; with clusters, both by
+    Student's t. Raises `InputError` unless a and b are pairs.
     """
     differences = _paired(a, b)
     n = len(differences)
@@ -108,6 +108,9 @@ def paired_bootstrap(
     if number:
         means = two_level_bootstrap(differences[None], clusters, samples, seed)
         low, high = stretched_interval(means, differences.mean(), number - 1)
+        t = differences.mean() / means.std() if means.std() else 0.0
+        p = 2 * float(stdtr(number - 1, -abs(t)))
+        reach = stdtrit(number - 1, 0.975) + stdtrit(number - 1, 0.8)
     else:
         rng = np.random.default_rng(seed)
         rows = max(1, cells // n)
@@ -115,9 +118,10 @@ def paired_bootstrap(
         draws = [differences[rng.integers(0, n, (size, n))].mean(axis=1) for size in sizes]
         means = np.concatenate(draws)
         low, high = np.quantile(means, [0.025, 0.975])
-    tail = min((means <= 0).sum(), (means >= 0).sum())
-    p = min(1.0, 2 * (tail + 1) / (samples + 1))
-    detectable = (1.959964 + 0.841621) * float(means.std())  # found with power 0.8
+        tail = min((means <= 0).sum(), (means >= 0).sum())
+        p = min(1.0, 2 * (tail + 1) / (samples + 1))
+        reach = 1.959964 + 0.841621
+    detectable = reach * float(means.std())  # found with power 0.8
     return Difference(
         float(differences.mean()),
         float(low),

@@ -8,6 +8,7 @@ __all__ = ['NOT_LOSSES', 'SEARCH', 'check_folder', 'claim_folder', 'collect', 'r
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -222,7 +223,7 @@ def searchable(
     shutil.rmtree(vectors, ignore_errors=True)  # of a start that was interrupted here
     embedder = Embedder.from_pretrained(out / arm)
     encode_corpus(embedder, documents, vectors, settings, progress=False)
-    return f'anchor search {out / arm} {vectors} "{SEARCH}"'
+    return f'{shlex.join(["anchor", "search", str(out / arm), str(vectors)])} "{SEARCH}"'
 
 
 SEARCH = "open a file and read it"

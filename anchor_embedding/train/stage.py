@@ -443,7 +443,8 @@ def write_card(run: Training) -> str:
         "processes": run.world,
         "sharded": is_sharded(run.model),
         "competitors": pool,
-        "deviations": finite(deviations(recipe)),
+        # None: the objective has no paper to differ from
+        "deviations": finite(deviations(recipe)) if recipe.objective.paper else None,
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
         "starts": [*before.get("starts", []), start],
