@@ -83,7 +83,7 @@ _DESCRIPTIONS = {
     "paper": "with the paper's instructions",
     "mteb": "with mteb's instructions",
     "as_released": "with the paper's instructions as the released code writes them",
-    "file": "with the instructions of its training",
+    "file": "with the instructions of its training where they name the task, and without elsewhere",
 }
 
 
@@ -145,6 +145,8 @@ class PromptStyle:
                 f"{self.trained_with}: it never saw texts like these; --prompts auto asks as in "
                 "training"
             )
+        if self.name == "file":
+            return f"asked {_DESCRIPTIONS['file']}"
         trained = (
             ", as it was trained" if self.as_trained else "; nothing tells what it was trained with"
         )
