@@ -2848,6 +2848,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'anchor_embedding/study/search_box.py')},
             'anchor_embedding.study.steps': { 'anchor_embedding.study.steps._run': ( 'study/steps.html#_run',
                                                                                      'anchor_embedding/study/steps.py'),
+                                              'anchor_embedding.study.steps.check_unseen': ( 'study/steps.html#check_unseen',
+                                                                                             'anchor_embedding/study/steps.py'),
                                               'anchor_embedding.study.steps.sweep_record': ( 'study/steps.html#sweep_record',
                                                                                              'anchor_embedding/study/steps.py'),
                                               'anchor_embedding.study.steps.sweep_steps': ( 'study/steps.html#sweep_steps',

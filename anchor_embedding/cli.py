@@ -563,7 +563,7 @@ def soft_tokens(args: argparse.Namespace) -> None:
     "Measure held-out retrieval of a GIRCSE model for every number of soft tokens."
     from anchor_embedding.evaluate.heldout import split_pairs
     from anchor_embedding.study.arms import HeldoutEvaluation
-    from anchor_embedding.study.steps import sweep_steps
+    from anchor_embedding.study.steps import check_unseen, sweep_steps
 
     if args.refine_steps < 1:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")
@@ -574,6 +574,8 @@ def soft_tokens(args: argparse.Namespace) -> None:
             "'refinement', for example with the recipe `smollm2-135m/gircse`"
         )
     pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
+    if args.data != "docstrings":  # those of held-out packages are in no training
+        check_unseen(Path(args.model), pairs)
     asked = HeldoutEvaluation(pairs).asked(embedder)
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
     if args.out:
@@ -951,8 +953,8 @@ def _comparing_commands(commands) -> None:
     parser.shared("--part", default="development")
     parser.number(
         "--seed",
-        "seed that chooses the held-out pairs; give the seed of the first run, and with --heldout "
-        "its evaluation.pairs: another number or seed chooses pairs that the model was trained on",
+        "seed that chooses the held-out pairs; of files give the first seed of the model's run, and "
+        "with --heldout its evaluation.pairs",
         42,
     )
     parser.option("--plot", "FILE.png", "draw the scores", kind=Path)

@@ -394,6 +394,9 @@ def test_command_line(base, file, tmp_path, capsys):
                  "--plot", str(tmp_path / "sweep.svg"), "--out", str(tmp_path / "sweep.json"), "--note", "tried"]) == 0  # fmt: skip
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kept = json.loads((tmp_path / "sweep.json").read_text())
+    other = ["--data", str(file), "--heldout", "8", "--seed", "7"]
+    assert main(["soft-tokens", str(tmp_path / "out" / "gircse"), *other]) != 0
+    assert "not with these held out" in capsys.readouterr().err
     assert [
         {name: round(row[name], 4) for name in row if name != "ranks"} for row in kept["steps"]
     ] == rows
