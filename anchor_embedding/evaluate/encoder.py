@@ -15,7 +15,6 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from ..common.provenance import find_cards
 from ..embed.embedder import Embedder, read_settings
 from ..embed.encoders import encode_on, model_revision, replicate
 from .prompts import PromptStyle, choose_style
-from .tasks import read_table
+from .tasks import training_tasks
 from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #26d44c04
@@ -183,12 +182,6 @@ class MtebEncoder:
         return pairwise_cos_sim(one, other)
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #954b14a0
-@cache
-def _training_tasks() -> dict[str, list[str]]:
-    "Training dataset → the MTEB tasks whose data it contains."
-    return {row["dataset"]: row["tasks"].split() for row in read_table("training_tasks.csv")}
-
-
 def trained_on(
     model: str | os.PathLike,  # a run, a checkpoint, a pipeline's arm
 ) -> set[str] | None:  # mteb's names of the tasks; None = unknown
@@ -205,7 +198,7 @@ def trained_on(
         return None
     # a dump of the paper's data has two halves of some sets
     names = {re.sub(r"_split[12]$", "", name) for name in names}
-    return {task for name in names for task in _training_tasks().get(name, [name])}
+    return {task for name in names for task in training_tasks().get(name, [name])}
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #f74d803e
 def model_meta(

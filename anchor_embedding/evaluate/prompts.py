@@ -13,7 +13,7 @@ from functools import cache
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #f6783fbc
 from ..common.errors import InputError
-from .tasks import mteb_task, read_table
+from .tasks import mteb_task, read_table, training_tasks
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #4d8ff057
 PROMPTS = ("paper", "mteb", "as_released", "none", "auto")
@@ -83,7 +83,7 @@ _DESCRIPTIONS = {
     "paper": "with the paper's instructions",
     "mteb": "with mteb's instructions",
     "as_released": "with the paper's instructions as the released code writes them",
-    "file": "with the instructions of its training where they name the task, and without elsewhere",
+    "file": "with the instructions of its training where they name the task, and with mteb's elsewhere",
 }
 
 
@@ -94,8 +94,8 @@ class PromptStyle:
     # "paper", "mteb", "as_released", "none", or "file": the table that the model was trained with
     name: str
     trained_with: str | None = None  # one of these names; None = unknown
-    table: Mapping[str, str] | None = None  # for "file": task in lower case → its instruction
-    symmetric: frozenset[str] = frozenset()  # for "file": tasks whose documents get it too
+    # for "file": name or family of a task → its instruction, and whether documents get it too
+    table: Mapping[str, tuple[str, bool]] | None = None
     generic: bool = False  # a task of your own without an instruction gets mteb's for its type
 
     @property
@@ -115,13 +115,13 @@ class PromptStyle:
         side: str | None,  # "query", "document", or None if mteb does not distinguish them
     ) -> str | None:
         "The instruction for one side of a task; None for a bare text."
-        if self.name == "file":
-            task = metadata.name.lower()
-            has_one = side != "document" or task in self.symmetric
-            return self.table.get(task) if has_one else None
+        for task in (metadata.name.lower(), _family(metadata.name)):
+            if self.table and task in self.table:
+                instruction, both = self.table[task]
+                return instruction if both or side != "document" else None
         if self.name == "none" or not gets_instruction(metadata, side):
             return None
-        papers = None if self.name == "mteb" else paper_instruction(metadata.name)
+        papers = None if self.name in ("mteb", "file") else paper_instruction(metadata.name)
         return papers or _mteb_instruction(metadata, side, self.generic)
 
     def instructions(self, metadata) -> dict[str, str | None]:
@@ -153,6 +153,17 @@ class PromptStyle:
         return f"asked {_DESCRIPTIONS[self.name]}{trained}"
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #0cc9c941
+def _by_task(trained: Mapping) -> dict[str, tuple[str, bool]]:
+    "The table of a model's training by the names that tasks have; a task's own name goes first."
+    symmetric = trained.get("symmetric", ())
+    rows = {name: (choices[0], name in symmetric) for name, choices in trained["table"].items()}
+    tasks = {
+        _family(task): row for name, row in rows.items() for task in training_tasks().get(name, ())
+    }
+    families = {_family(name): row for name, row in rows.items()}
+    return tasks | families | {name.lower(): row for name, row in rows.items()}
+
+
 def choose_style(
     prompts: str = "auto",  # one of `PROMPTS`
     trained: str | Mapping | None = None,  # the `instructions` saved with a model; None = nothing
@@ -162,9 +173,7 @@ def choose_style(
     if isinstance(trained, Mapping) and "table" in trained:
         if prompts != "auto":
             return PromptStyle(prompts, "file", generic=prompts == "mteb")
-        table = {name.lower(): choices[0] for name, choices in trained["table"].items()}
-        symmetric = frozenset(name.lower() for name in trained.get("symmetric", ()))
-        return PromptStyle("file", "file", table, symmetric)
+        return PromptStyle("file", "file", _by_task(trained))
     if trained not in (None, "none", "paper", "as_released"):
         raise InputError(
             f"the model was saved with instructions = {trained!r}, which is not known here; save "
