@@ -2504,6 +2504,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.HeldoutEvaluation.encode': ( 'study/arms.html#heldoutevaluation.encode',
                                                                                                        'anchor_embedding/study/arms.py'),
+                                             'anchor_embedding.study.arms._values': ( 'study/arms.html#_values',
+                                                                                      'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.base_embedder': ( 'study/arms.html#base_embedder',
                                                                                             'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.comparison': ( 'study/arms.html#comparison',

@@ -359,32 +359,48 @@ def comparison(
     }
 
 # %% ../../nbs/study/48_arms.ipynb #a060b1eb
+def _values(cards: Sequence[dict], key: str) -> str:
+    "Every value of a key of the cards, each once; of a key that each start has, in all starts."
+    found = [start.get(key, card[key]) for card in cards for start in card["starts"]]
+    return "; ".join(dict.fromkeys(found))
+
+
 def report_card(
     recipes: Mapping[str, Recipe],  # name → stage
     pairs: SplitPairs,
-    folders: Mapping[str, Mapping[str, Path]],  # arm → stage → run folder
+    # seed → arm → stage → run folder
+    folders: Mapping[int, Mapping[str, Mapping[str, Path]]],
     base: str,  # where the base model is from
+    say: Callable[[str], None] = print,  # receives a line if products were not in one dtype
 ) -> dict:
-    "Where the figures of a report come from."
-    runs = {
-        f"{arm}/{stage}": json.loads((f / "card.json").read_text(encoding="utf-8"))
-        for arm, stages in folders.items()
-        for stage, f in stages.items()
-    }
+    """Where the figures of a report come from. Commit, device, dtype and versions are those of all
+    runs and all their starts: several where a comparison went on elsewhere.
+    """
+    by_seed = [
+        {
+            f"{arm}/{stage}": json.loads((f / "card.json").read_text(encoding="utf-8"))
+            for arm, stages in of_seed.items()
+            for stage, f in stages.items()
+        }
+        for of_seed in folders.values()
+    ]
+    runs = by_seed[0]
     shared = next(iter(runs.values()))
-    keys = (
-        "commit",
-        "device",
-        "dtype",
-        "dtype_reason",
-        "attention",
-        "fingerprint",
-        "template",
-        "versions",
-    )
+    cards = [card for of_seed in by_seed for card in of_seed.values()]
+    made = {key: _values(cards, key) for key in ("commit", "device", "dtype", "dtype_reason")}
+    if "; " in made["dtype"]:
+        say(
+            f"matrix products were in {made['dtype'].replace('torch.', '')}: arms can differ for that "
+            "alone; set dtype to the one you want for all runs"
+        )
+    packages = [card["versions"] for card in cards]
     return {
         "base": base,
-        **{key: shared[key] for key in keys},
+        **made,
+        **{key: shared[key] for key in ("attention", "fingerprint", "template")},
+        "versions": {
+            name: "; ".join(dict.fromkeys(each[name] for each in packages)) for name in packages[0]
+        },
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "counts": {"train": len(pairs.train), "heldout": len(pairs.heldout)},
         "competitors": {name: card["competitors"] for name, card in runs.items()},

@@ -165,7 +165,7 @@ def run_pipeline(
     report["timing"] = {"data": seconds_of_data} | report["timing"]
     report["examples"] = example_searches(evaluate, rows[first.seed])
     report["search"] = searchable(evaluate.heldout, out, best_arm(report))
-    report["card"] = report_card(pipeline.stages, pairs, folders[first.seed], base.source)
+    report["card"] = report_card(pipeline.stages, pairs, folders, base.source, say)
     # of a run that was interrupted, the sum of its parts
     seconds = max(time.perf_counter() - began, sum(report["timing"].values()))
     report["seconds"] = round(seconds, 1)

@@ -405,7 +405,7 @@ def tournament(
         for name, arm in arms[first.seed].items()
         for stage, recipe in arm.stages.items()
     }
-    report["card"] = report_card(recipes, pairs, folders[first.seed], base.source)
+    report["card"] = report_card(recipes, pairs, folders, base.source, say)
     return publish(report, out, say)
 
 # %% ../../nbs/study/60_tournament.ipynb #389e29c6
