@@ -147,6 +147,7 @@ def _run_tasks(
     waiting: dict,  # name → mteb's task object
     candidate: Candidate,
     file: ScoresFile,
+    made: dict,  # where and with what scores are computed now
     progress: bool | None,
 ) -> None:
     "Run the tasks one after the other; the error of a failed task is stored."
@@ -163,7 +164,7 @@ def _run_tasks(
             )
             try:
                 entry, queries = run_task(encoder, task, file.folder.parent)
-                file.keep(name, entry | _made_from(task, candidate), queries)
+                file.keep(name, entry | _made_from(task, candidate) | {"made": made}, queries)
             # mteb and its data can raise any error, and the other tasks must continue
             except Exception as error:
                 file.fail(name, _reason(error, task))
@@ -205,13 +206,17 @@ def _score(
 ) -> None:
     "Score a loaded model on the unfinished tasks, and describe the model in the file."
     meta, about = describe_loaded(candidate, loaded, file.folder.name)
+    # of each score, as some can be from an earlier call
+    made = {
+        "device": about.pop("device"),
+        "commit": source_commit(),
+        "versions": installed_versions(*_PACKAGES.split()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     file.scores["about"] = {
         **candidate.identity,
         **about,
         "zero_shot_percent": meta.zero_shot_percentage(list(opened)),
-        "commit": source_commit(),
-        "versions": installed_versions(*_PACKAGES.split()),
-        "date": time.strftime("%Y-%m-%d"),
     }
     if candidate.style is None:
         loaded.mteb_model_meta = meta
@@ -219,18 +224,18 @@ def _score(
             f"{file.folder.name}: prompts, length and dtype are the model's own (a "
             "sentence-transformers model that this package did not export)"
         )
-        _run_tasks(loaded, waiting, candidate, file, progress)
+        _run_tasks(loaded, waiting, candidate, file, made, progress)
         return
     file.folder.mkdir(exist_ok=True)
-    own = file.folder / f"vectors-{digest(candidate.identity)}"
+    own = file.folder / f"vectors-{digest([candidate.identity, made['versions']])}"
     for path in file.folder.glob("vectors-*"):
-        # left by a killed process with other settings
+        # left by a killed process with other settings or versions
         if not path.name.startswith(own.name):
             path.unlink()
     store = VectorStore(own, loaded.dimension)
     length = candidate.identity["max_length"]
     encoder = MtebEncoder(loaded, candidate.style, meta, store, max_length=length, **options)
-    _run_tasks(encoder, waiting, candidate, file, progress)
+    _run_tasks(encoder, waiting, candidate, file, made, progress)
     store.remove()
 
 
