@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'METRICS', 'LABELS', 'MARKERS', 'DIRECTIONS', 'HUES', 'style', 'colour',
-           'new_figure', 'spread', 'end_labels', 'whole_steps', 'plot_early_stage', 'gaussian_smooth', 'loss_names',
-           'stage_objective', 'pretext_rows', 'anchor_gains', 'plot_losses', 'plot_anchor_gain', 'plot_sweep',
+           'new_figure', 'spread', 'end_labels', 'whole_steps', 'loss_names', 'stage_objective', 'pretext_rows',
+           'anchor_gains', 'plot_early_stage', 'gaussian_smooth', 'plot_losses', 'plot_anchor_gain', 'plot_sweep',
            'plot_tournament']
 
 # %% ../../nbs/study/10_figures.ipynb #0712d4d6
@@ -151,70 +151,6 @@ def whole_steps(axes, label: str) -> None:
     )
     axes.set_xlabel(label)
 
-# %% ../../nbs/study/10_figures.ipynb #0cee611f
-MARKERS = {"baseline": "o", "anchor": "s", "only_q2d": "^", "only_d2q": "v"}
-
-
-def plot_early_stage(
-    report: dict,  # see `read_report`
-    metric: str = "ndcg_at_10",  # a key of METRICS
-) -> Figure:
-    """A metric of held-out retrieval over the steps of Stage II, with BM25 and the untouched model as
-    reference lines.
-    """
-    with style():
-        figure, (axes,) = new_figure(height=3.0)
-        labels = []
-        for arm, curve in report["arms"].items():
-            if curve:
-                ink = colour(arm, report["arms"])
-                axes.plot(
-                    [r["step"] for r in curve],
-                    [r[metric] for r in curve],
-                    color=ink,
-                    marker=MARKERS.get(arm, "^"),
-                )
-                labels.append((curve[-1][metric], arm, ink, True))
-        labels += _reference_lines(axes, report, metric)
-        axes.set(ylabel=f"{METRICS[metric]} (held-out queries)")
-        # an arm of Stage I alone is evaluated during Stage I
-        same = len(set(_last_stages(report).values())) < 2
-        whole_steps(axes, "Stage II step" if same else "step of an arm's last stage")
-        end_labels(axes, labels)
-    return figure
-
-
-def _last_stages(report):
-    "Arm → its last stage, of the arms that were evaluated and whose losses are known."
-    keys = [key.rpartition("/") for key in report.get("losses", {})]
-    return {arm: stage for arm, _, stage in keys if report["arms"].get(arm)}
-
-
-def _reference_lines(axes, report, metric):
-    "Draw BM25 and the untouched model, and start the y axis at zero; returns their end labels."
-    labels = []
-    for key, dashes, name in (("bm25", "--", "BM25"), ("base", ":", "untouched")):
-        if report.get(key):
-            value = report[key][metric]
-            axes.axhline(value, color=COLOURS[key], linestyle=dashes, linewidth=1.4)
-            labels.append((value, name, INK, False))
-    axes.set_ylim(0, min(1.0, 1.12 * max(y for line in axes.lines for y in line.get_ydata())) or 1)
-    return labels
-
-# %% ../../nbs/study/10_figures.ipynb #f05a54f6
-def gaussian_smooth(
-    values,  # (n,) one per step
-    sigma: float,  # standard deviation of the window, in steps; 0 = no smoothing
-) -> np.ndarray:  # (n,)
-    "Moving average with a Gaussian window, truncated at four standard deviations."
-    values = np.asarray(values, dtype=np.float64)
-    reach = min(math.ceil(4 * sigma), len(values) - 1)
-    if reach < 1:
-        return values
-    window = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
-    inside = slice(reach, reach + len(values))
-    return np.convolve(values, window)[inside] / np.convolve(np.ones_like(values), window)[inside]
-
 # %% ../../nbs/study/10_figures.ipynb #740d47c5
 def loss_names(objective: str) -> tuple[str, str]:
     "The name of an objective's loss, and the unit that its nats are counted per."
@@ -271,6 +207,72 @@ def anchor_gains(
         for key, gain in row.items()
         if key.startswith("anchor_gain_") and gain is not None
     }
+
+# %% ../../nbs/study/10_figures.ipynb #0cee611f
+MARKERS = {"baseline": "o", "anchor": "s", "only_q2d": "^", "only_d2q": "v"}
+
+
+def plot_early_stage(
+    report: dict,  # see `read_report`
+    metric: str = "ndcg_at_10",  # a key of METRICS
+) -> Figure:
+    """A metric of held-out retrieval over the steps of Stage II, with BM25 and the untouched model as
+    reference lines.
+    """
+    with style():
+        figure, (axes,) = new_figure(height=3.0)
+        labels = []
+        for arm, curve in report["arms"].items():
+            if curve:
+                ink = colour(arm, report["arms"])
+                axes.plot(
+                    [r["step"] for r in curve],
+                    [r[metric] for r in curve],
+                    color=ink,
+                    marker=MARKERS.get(arm, "^"),
+                )
+                labels.append((curve[-1][metric], arm, ink, True))
+        labels += _reference_lines(axes, report, metric)
+        axes.set(ylabel=f"{METRICS[metric]} (held-out queries)")
+        last = {f"{arm}/{stage}" for arm, stage in _last_stages(report).items()}
+        # an arm of Stage I alone is evaluated during Stage I
+        in_stage2 = not last & pretext_rows(report).keys()
+        in_stage2 &= len({key.rpartition("/")[2] for key in last}) < 2
+        whole_steps(axes, "Stage II step" if in_stage2 else "step of an arm's last stage")
+        end_labels(axes, labels)
+    return figure
+
+
+def _last_stages(report):
+    "Arm → its last stage, of the arms that were evaluated and whose losses are known."
+    keys = [key.rpartition("/") for key in report.get("losses", {})]
+    return {arm: stage for arm, _, stage in keys if report["arms"].get(arm)}
+
+
+def _reference_lines(axes, report, metric):
+    "Draw BM25 and the untouched model, and start the y axis at zero; returns their end labels."
+    labels = []
+    for key, dashes, name in (("bm25", "--", "BM25"), ("base", ":", "untouched")):
+        if report.get(key):
+            value = report[key][metric]
+            axes.axhline(value, color=COLOURS[key], linestyle=dashes, linewidth=1.4)
+            labels.append((value, name, INK, False))
+    axes.set_ylim(0, min(1.0, 1.12 * max(y for line in axes.lines for y in line.get_ydata())) or 1)
+    return labels
+
+# %% ../../nbs/study/10_figures.ipynb #f05a54f6
+def gaussian_smooth(
+    values,  # (n,) one per step
+    sigma: float,  # standard deviation of the window, in steps; 0 = no smoothing
+) -> np.ndarray:  # (n,)
+    "Moving average with a Gaussian window, truncated at four standard deviations."
+    values = np.asarray(values, dtype=np.float64)
+    reach = min(math.ceil(4 * sigma), len(values) - 1)
+    if reach < 1:
+        return values
+    window = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    inside = slice(reach, reach + len(values))
+    return np.convolve(values, window)[inside] / np.convolve(np.ones_like(values), window)[inside]
 
 # %% ../../nbs/study/10_figures.ipynb #abef5a41
 def _draw_loss(axes, rows, key, ink, dashes="-", sigma=0.0):

@@ -475,8 +475,7 @@ def summary_html(
 _FIGURES = {  # name → function that draws it, and caption
     "early": (
         plot_early_stage,
-        "Held-out retrieval during Stage II, with Stage I before it (anchor) and "
-        "without (baseline).",
+        "Held-out retrieval during the last stage of every arm; step 0 is the model before it.",
     ),
     "losses": (
         plot_losses,
