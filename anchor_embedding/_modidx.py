@@ -940,6 +940,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._begin': ( 'embed/mining.html#_begin',
                                                                                          'anchor_embedding/embed/mining.py'),
+                                               'anchor_embedding.embed.mining._bm25_scorer': ( 'embed/mining.html#_bm25_scorer',
+                                                                                               'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._cell': ( 'embed/mining.html#_cell',
                                                                                         'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._check_encoder': ( 'embed/mining.html#_check_encoder',

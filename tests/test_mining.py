@@ -1132,3 +1132,27 @@ def test_memory_does_not_hold_encoded_documents(base, tmp_path):
         more[how] = many - few
     print({how: round(megabytes) for how, megabytes in more.items()})
     assert 0 < more["shards"] < 36 < 72 < more["texts"]
+
+
+def test_settings_that_a_scorer_does_not_have_are_refused(pairs, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer("smollm2").save_pretrained(tmp_path / "base")
+    words = Transformer(str(tmp_path / "base"))
+    pooling = Pooling(words.get_embedding_dimension(), "lasttoken")
+    other = tmp_path / "other"
+    SentenceTransformer(modules=[words, pooling], device="cpu").save(str(other))
+    told = Instructions({}, {"numpy": ("Find the code.",)})
+    out = tmp_path / "mined.jsonl"
+    for model, settings, message in (
+        ("bm25", {"instructions": told}, "also those of an instruction; leave out"),
+        ("bm25", {"max_length": 32}, "leave out max_length = 32"),
+        (other, {"instructions": told}, "its own prompts; leave out the instructions"),
+        (other, {"max_length": 32}, "leave out max_length = 32"),
+        (other, {"dtype": "float32"}, "leave out dtype = float32"),
+    ):
+        with pytest.raises(InputError, match=message):
+            mine_negatives(pairs, out, model, **settings, **QUIET)
+    assert not out.exists()

@@ -670,6 +670,15 @@ def _cell(value) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
 
 # %% ../../nbs/embed/50_mining.ipynb #e5b4a655
+def _bm25_scorer(query: str | None, document: str | None) -> Bm25Scores:
+    "BM25 for texts without an instruction."
+    if query or document:
+        raise InputError(
+            "bm25 compares words, also those of an instruction; leave out the instructions"
+        )
+    return Bm25Scores()
+
+
 def load_scorer(
     # "bm25", a model's name or folder, a model, or a scorer
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",
@@ -685,8 +694,17 @@ def load_scorer(
         _check_encoder(model, corpus)
         return lambda query, document: model, {"model": type(model).__name__, "revision": None}
     if model == "bm25":
-        return lambda query, document: Bm25Scores(), {"model": "bm25", "revision": None}
+        if max_length is not None:
+            raise InputError(
+                f"bm25 compares the words of whole texts; leave out max_length = {max_length}"
+            )
+        return _bm25_scorer, {"model": "bm25", "revision": None}
     loaded = load_model(model, dtype, device, max_length)
+    if dtype != "auto" and not isinstance(loaded, Embedder):
+        raise InputError(
+            f"{model} is a sentence-transformers model, which has its own dtype; leave out "
+            f"dtype = {dtype}"
+        )
     _check_encoder(loaded, corpus)
     path = model if isinstance(model, Embedder) else resolve_base(str(model)).path
     scorer_facts = {"model": model_name(model), "revision": model_revision(path)}
