@@ -49,8 +49,8 @@ def nearest_places(
     questions: np.ndarray,  # (q, d) vectors of any length
     top: int = 10,
 ) -> tuple[np.ndarray, np.ndarray]:  # (q, k) float32 cosines and (q, k) places, k = min(top, n)
-    """The nearest documents of every question, the nearest first, and of equally near ones the
-    earlier first. Raises `InputError`.
+    """The nearest documents of every question, the nearest first, and of equal cosines the earlier
+    first; those of equal documents can differ in their last digit. Raises `InputError`.
     """
     questions = check_questions(corpus, questions, top)
     scores = np.empty((len(questions), 0), dtype=np.float32)

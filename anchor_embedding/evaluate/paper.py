@@ -287,7 +287,9 @@ class Comparison:
         label names a system, the last one for all of them.
         """
         named = {
-            one: next((system for system in self.paper if system in one.lower()), None)
+            one: next(
+                (name for name in self.paper if name in re.findall("[a-z]+", one.lower())), None
+            )
             for one in self.ours
         }
         return named[label] if any(named.values()) else self.paper.columns[-1]
@@ -548,12 +550,12 @@ def _not_compared(groups) -> list[str]:
     "Why two of our models are not compared query by query, though both have scores by query."
     lines = []
     for (than, others), (model, runs) in combinations(groups.items(), 2):
-        other, one = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
-        tasks = _queries_of_both(one, other)
+        first, second = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
+        tasks = _queries_of_both(second, first)
         pair = f"{model} and {than} are not compared query by query"
-        if tasks and (why := _other_settings(other, one)):
+        if tasks and (why := _other_settings(first, second)):
             lines.append(f"{pair}: they were scored with {why}")
-        elif changed := sorted(set(tasks) & set(_other_data(one, other))):
+        elif changed := sorted(set(tasks) & set(_other_data(second, first))):
             lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
         elif tasks and (_repeated_seed(others) or _repeated_seed(runs)):
             lines.append(
@@ -563,6 +565,8 @@ def _not_compared(groups) -> list[str]:
             lines.append(
                 f"{pair}: they share no seed, and only runs with the same seed are compared"
             )
+        elif other := sorted(set(tasks) - _tables(_pairs_of_runs(others, runs)).keys()):
+            lines.append(f"{pair} on {', '.join(other)}: the queries are not the same")
     return lines
 
 # %% ../../nbs/evaluate/50_paper.ipynb #cf45c02f
