@@ -209,8 +209,7 @@ def test_every_kind_of_model_mines(pairs, base, tmp_path):
             pairs,
             tmp_path / f"{name}.jsonl",
             model,
-            dtype="float32",
-            **({} if name == "foreign" else with_prompt),
+            **({} if name == "foreign" else with_prompt | {"dtype": "float32"}),
             **QUIET,
         )
         for name, model in models.items()
