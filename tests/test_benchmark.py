@@ -21,7 +21,7 @@ from anchor_embedding.common.scores import read_scores
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.encoders import load_model
-from anchor_embedding.evaluate import benchmark, encoder
+from anchor_embedding.evaluate import benchmark, candidate, encoder
 from anchor_embedding.evaluate.benchmark import evaluate, run_task
 from anchor_embedding.evaluate.encoder import MtebEncoder, VectorStore, style_of
 from anchor_embedding.evaluate.local_tasks import open_tasks
@@ -330,6 +330,17 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
         and said[0].startswith("STSBenchmark")
         and entry["Pairs"] == first["tasks"]["Pairs"]
     )
+
+
+def test_the_zero_shot_share_is_over_all_scored_tasks(saved, quick, monkeypatch):
+    monkeypatch.setattr(candidate, "find_cards", lambda _: [{"recipe": {"base": "x", "data": "y"}}])
+    monkeypatch.setattr(candidate, "_lineage", lambda _: "")
+    monkeypatch.setattr(candidate, "trained_on", lambda _: {"Lists"})
+    shares = [
+        evaluate(saved, **quick | {"tasks": task}, say=lambda text: None)["about"]
+        for task in ("Lists", "Pairs")
+    ]
+    assert [about["zero_shot_percent"] for about in shares] == [0, 50]
 
 
 def test_another_length_is_another_score(saved, quick):

@@ -216,7 +216,8 @@ def _score(
     file.scores["about"] = {
         **candidate.identity,
         **about,
-        "zero_shot_percent": meta.zero_shot_percentage(list(opened)),
+        # scores of earlier calls are in the same file
+        "zero_shot_percent": meta.zero_shot_percentage([*{*file.scores["tasks"], *opened}]),
     }
     if candidate.style is None:
         loaded.mteb_model_meta = meta
