@@ -52,7 +52,8 @@ THOROUGH_NOTEBOOKS = {
     "study/60_tournament": 25,
     "study/62_calibration": 10,
     "study/70_bench": 12,
-    "train/20_plan": 37,
+    "train/18_cost": 30,
+    "train/20_plan": 10,
     "train/30_runs": 20,
     "train/50_launch": 34,
 }

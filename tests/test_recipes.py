@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from anchor_embedding.train.plan import Plan, plan, trained_parameters, verdicts
+from anchor_embedding.train.cost import trained_parameters
+from anchor_embedding.train.plan import Plan, plan, verdicts
 from anchor_embedding.train.recipe import Pipeline, Recipe, from_toml
 from anchor_embedding.train.recipe_files import (
     deviations,

@@ -18,7 +18,8 @@ import torch
 from ..data.examples import Example
 from ..embed.embedder import Embedder
 from ..model.shape import ModelShape
-from ..train.plan import forward_flops, lengths_of, pair_tokens, step_flops
+from ..train.cost import forward_flops, pair_tokens, step_flops
+from ..train.plan import lengths_of
 from ..train.prepare import fit_to_device
 from ..train.recipe import Pipeline, Recipe
 from ..train.runs import RunFolder

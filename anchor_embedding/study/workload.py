@@ -29,7 +29,7 @@ from anchor_embedding.model.shape import (
     model_from_config,
     shape_from_config,
 )
-from ..train.plan import trained_parameters
+from ..train.cost import trained_parameters
 from ..train.recipe import Recipe
 
 # %% ../../nbs/study/65_workload.ipynb #a955be24

@@ -59,7 +59,7 @@ from anchor_embedding.model.loading import (
 )
 from ..model.packing import attention_kernel
 from ..model.shape import ModelShape, shape_from_config
-from anchor_embedding.train.plan import (
+from anchor_embedding.train.cost import (
     FREE,
     choice_in_words,
     decide,
