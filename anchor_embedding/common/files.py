@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'atomic_folder', 'write_text', 'check_place', 'near_path', 'finite', 'read_json', 'file_stamp',
-           'cache_folder']
+           'locked', 'cache_folder']
 
 # %% ../../nbs/common/10_files.ipynb #a6fdb85d
 import ctypes
@@ -18,6 +18,8 @@ import stat
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from .errors import InputError
 
@@ -219,6 +221,35 @@ def file_stamp(
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); put the file back or start again without it"
         ) from None
+
+# %% ../../nbs/common/10_files.ipynb #10ced002
+@contextmanager
+def locked(
+    path: Path,  # of the lock file; its folder is created
+    busy: str,  # what is said if another process has it
+    say: Callable[[str], None] | None = None,  # says it, and then waits; None: refuse
+    remedy: str = "choose another place",  # for a folder that cannot be written
+):
+    """Context in which this process has a lock. Raises `InputError` if another one has it, or for
+    a folder that cannot be written.
+    """
+    lock = FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if say is None:
+                raise InputError(busy) from None
+            say(busy)
+            lock.acquire()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"cannot write {path.parent} ({reason}); {remedy}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:

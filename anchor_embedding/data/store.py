@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock, Timeout
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, file_stamp
+from ..common.files import atomic_folder, cache_folder, file_stamp, locked
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
@@ -318,30 +317,6 @@ def _stored(folder, source):
         return None
 
 # %% ../../nbs/data/30_store.ipynb #d68a28fb
-@contextmanager
-def _alone(folder: Path, source: str, say: Callable[[str], None]):
-    """A context in which no other process makes the store `folder`. Raises `InputError` when the
-    cache cannot be written.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            say(f"{source}: waiting for another process that is reading it")
-            lock.acquire()
-    except OSError as error:
-        raise InputError(
-            f"{folder.parent}: cannot be written ({error.strerror or error}); set "
-            "ANCHOR_CACHE to a folder with room"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _remove_remains(folder: Path, origin: list) -> None:
     """Remove the unfinished or damaged store `folder`, and stores of the same origin from before a
     source file changed.
@@ -417,7 +392,12 @@ def open_examples(
     folder = cache_folder() / "stores" / key
     store = _stored(folder, source)
     if store is None:
-        with _alone(folder, source, say):
+        with locked(
+            folder.with_name(f"{folder.name}.lock"),
+            f"{source}: waiting for another process that is reading it",
+            say,
+            remedy="set ANCHOR_CACHE to a folder with room",
+        ):
             store = _stored(folder, source)
             if store is None:
                 if folder.exists():

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock, Timeout
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, read_json, write_text
+from ..common.files import atomic_folder, locked, read_json, write_text
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions
 from .corpus import Corpus
@@ -91,20 +90,6 @@ class _Documents:
             raise
 
 
-@contextmanager
-def _locked(folder: Path):
-    "Keep other builders out of a corpus. Raises `InputError` if another one is at work there."
-    try:
-        with FileLock(folder / f".{FOLDER}.lock", timeout=0):
-            yield
-    except Timeout:
-        raise InputError(
-            f"another process is building the index of {folder}; wait for it"
-        ) from None
-    except OSError as error:
-        raise InputError(f"cannot write into {folder}: {error.strerror or error}") from None
-
-
 def _remove_leftovers(folder: Path) -> None:
     "Remove the folders of killed builders."
     for path in folder.glob(f".{FOLDER}.????????"):
@@ -129,7 +114,11 @@ def build_index(
     _lancedb()
     path = corpus.folder / FOLDER
     state = corpus.state()
-    with _locked(corpus.folder):
+    with locked(
+        corpus.folder / f".{FOLDER}.lock",
+        f"another process is building the index of {corpus.folder}; wait for it",
+        remedy="build the index of a copy of the folder",
+    ):
         _remove_leftovers(corpus.folder)
         with atomic_folder(path) as aside:
             _fill(aside, corpus, partitions, progress)

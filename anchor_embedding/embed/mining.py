@@ -29,12 +29,11 @@ from zipfile import BadZipFile
 import numpy as np
 import pandas as pd
 import torch
-from filelock import FileLock, Timeout
 
 # %% ../../nbs/embed/50_mining.ipynb #ae57235f
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, write_text
+from ..common.files import atomic_file, locked, write_text
 from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.batches import Instructions
@@ -832,26 +831,6 @@ def _join(parts: Iterable[Path], path: Path, compressed: bool) -> str:
 _RUN = "run.json"
 
 
-@contextmanager
-def _locked(folder: Path):
-    "Context that creates this folder and keeps other processes out of it. Raises `InputError`."
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(
-            f"{folder}: another process mines into the same file now; wait for it, or name another "
-            "file"
-        ) from None
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {error}; choose another place") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _finished(folder: Path) -> bool:
     "Whether a folder holds results; without the note of its run it is a half-removed folder."
     files = [path for path in folder.rglob("[!.]*") if path.is_file()]
@@ -883,7 +862,8 @@ def _begin(folder: Path, run: dict, resume: bool) -> None:
 def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None]) -> Iterator[Path]:
     "Context that gives the folder for finished work, which is kept after an error."
     folder = out.with_name(f".{out.name}.mining")
-    with _locked(folder):
+    busy = f"{folder}: another process mines into the same file now; wait for it, or name another"
+    with locked(folder / ".lock", busy):
         _begin(folder, run, resume)
         try:
             yield folder

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c219bd5c
 from ..common.errors import InputError
+from ..common.files import locked
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions, source_commit
 from ..embed.embedder import Embedder
@@ -175,26 +175,6 @@ def _run_tasks(
 _PACKAGES = "anchor_embedding python mteb torch transformers sentence-transformers scikit-learn"
 
 
-@contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a model's scores. Raises `InputError` if another process is
-    writing there.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {folder.parent} ({error.strerror}); choose another --out"
-        ) from None
-    try:
-        with FileLock(folder.parent / f".{folder.name}.lock", timeout=0):
-            yield
-    except Timeout:
-        raise InputError(
-            f"another process writes to {folder}; wait for it or choose another --out"
-        ) from None
-
-
 def _score(
     candidate: Candidate,
     loaded,  # by `load_model`
@@ -267,7 +247,11 @@ def evaluate(
     if title or new_instructions:
         say(f"== {title}: {candidate.describe()}" if title else candidate.describe())
     folder = Path(out) / f"{name or model_name(model)}{candidate.suffix}"
-    with _claimed(folder):
+    with locked(
+        folder.parent / f".{folder.name}.lock",
+        f"another process writes to {folder}; wait for it or choose another --out",
+        remedy="choose another --out",
+    ):
         file = ScoresFile(scores_folder(folder, candidate.identity, say), candidate.identity, say)
         waiting = {}
         for task_name, task in opened.items():
