@@ -388,10 +388,10 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-negatives", "0"], "num_negatives must be at least 1"),
+        (["--num-negatives", "0"], "`num_negatives` = 0: must be at least 1"),
         (["--range-min", "98"], "leave no room for 5 negatives"),
-        (["--relative-margin", "-1"], "relative_margin is -1.0; give a number of 0 or more"),
-        (["--relative-margin", "nan"], "relative_margin is nan; give a number of 0 or more"),
+        (["--relative-margin", "-1"], "`relative_margin` = -1.0: must be at least 0"),
+        (["--relative-margin", "nan"], "`relative_margin` = nan: must be finite"),
         (["--model", "no-such-folder/model"], "no-such-folder/model"),
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
         (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),

@@ -12,7 +12,6 @@ import copy
 import gzip
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -24,17 +23,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Annotated, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 
 # %% ../../nbs/embed/50_mining.ipynb #ae57235f
 from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_file, locked, write_text
 from ..common.progress import progress_bar
+from ..common.settings import Checked, Natural, NotNegative
 from ..common.show import counted
 from ..data.batches import Instructions
 from ..data.examples import Example, fingerprint_line
@@ -53,45 +55,34 @@ from .vectors import unit
 from ..model.base import resolve_base
 
 # %% ../../nbs/embed/50_mining.ipynb #4b7e1da8
+_AtLeastOne = Annotated[int, Field(ge=1)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class MiningSettings:
+class MiningSettings(Checked):
     "Which documents are taken as hard negatives. Raises `InputError` for impossible values."
 
-    num_negatives: int = 5  # maximum for a query
+    num_negatives: _AtLeastOne = 5  # maximum for a query
     # how far below the positive's score a negative must score, as a share of that score; None = no
     # such limit
-    relative_margin: float | None = 0.05
-    absolute_margin: float | None = None  # the same as a difference of scores
-    max_score: float | None = None  # highest score of a negative
-    min_score: float | None = None  # lowest score of a negative
-    range_min: int = 0  # number of best documents of a query that are passed over
-    range_max: int = 100  # documents from this rank on are ignored
-    sampling: str = "top"  # take the best of the remaining documents, or "random" ones
-    seed: int = 42  # of the random choice
+    relative_margin: NotNegative | None = 0.05
+    absolute_margin: NotNegative | None = None  # the same as a difference of scores
+    max_score: _Finite | None = None  # highest score of a negative
+    min_score: _Finite | None = None  # lowest score of a negative
+    range_min: Natural = 0  # number of best documents of a query that are passed over
+    range_max: _AtLeastOne = 100  # documents from this rank on are ignored
+    # take the best of the remaining documents, or random ones
+    sampling: Literal["top", "random"] = "top"
+    seed: Natural = 42  # of the random choice
 
     def __post_init__(self):
-        if self.num_negatives < 1:
-            raise InputError(f"num_negatives must be at least 1, not {self.num_negatives}")
-        if not 0 <= self.range_min <= self.range_max - self.num_negatives:
+        super().__post_init__()
+        if self.range_min > self.range_max - self.num_negatives:
             raise InputError(
                 f"range_min {self.range_min} and range_max {self.range_max} leave no room for "
                 f"{counted(self.num_negatives, 'negative')}; raise range_max or lower the others"
             )
-        if self.seed < 0:
-            raise InputError(f"seed = {self.seed}: must be at least 0")
-        if self.sampling not in ("top", "random"):
-            raise InputError(f"sampling is {self.sampling!r}; give top or random")
-        for name, lowest in {
-            "relative_margin": 0,
-            "absolute_margin": 0,
-            "max_score": -math.inf,
-            "min_score": -math.inf,
-        }.items():
-            value = getattr(self, name)
-            if value is not None and not (value >= lowest and math.isfinite(value)):
-                raise InputError(
-                    f"{name} is {value}; give a number{' of 0 or more' if lowest == 0 else ''}"
-                )
         if (
             self.min_score is not None
             and self.max_score is not None
