@@ -62,7 +62,7 @@ def quickstart(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #1319c786
 def train(args: argparse.Namespace) -> None:
     "Train a recipe or a pipeline; `--dry-run` only prints the loss terms of the first batch."
-    from anchor_embedding.train.recipe import Pipeline
+    from anchor_embedding.train.pipeline import Pipeline
     from anchor_embedding.train.recipe_files import load_recipe
 
     _find_run(args)

@@ -349,7 +349,7 @@ from unittest import mock
 from anchor_embedding.train import stage as training, prepare
 from anchor_embedding.data.examples import Example
 from anchor_embedding.model.ranks import end_process
-from anchor_embedding.train.recipe import from_toml
+from anchor_embedding.train.pipeline import from_toml
 
 rank = int(os.environ["RANK"])
 pairs = [Example(f"query {i}", f"document {i} of them", (), "pairs") for i in range(16)]

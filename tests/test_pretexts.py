@@ -22,8 +22,9 @@ from anchor_embedding.model.decoder import POOLINGS
 from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, packed_forward
 from anchor_embedding.study.figures import plot_anchor_gain, plot_losses
 from anchor_embedding.study.pipeline import run_pipeline
+from anchor_embedding.train.pipeline import Pipeline
 from anchor_embedding.train.prepare import prepare_embedder
-from anchor_embedding.train.recipe import Pipeline, Pooling, Recipe
+from anchor_embedding.train.recipe import Pooling, Recipe
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.stage import dry_run, train
 

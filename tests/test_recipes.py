@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from anchor_embedding.train.cost import trained_parameters
+from anchor_embedding.train.pipeline import Pipeline, from_toml
 from anchor_embedding.train.plan import Plan, plan, verdicts
-from anchor_embedding.train.recipe import Pipeline, Recipe, from_toml
+from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.recipe_files import (
     deviations,
     load_recipe,

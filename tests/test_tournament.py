@@ -24,7 +24,7 @@ from anchor_embedding.study.tournament import (
     spend,
     tournament,
 )
-from anchor_embedding.train.recipe import from_toml
+from anchor_embedding.train.pipeline import from_toml
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.runs import read_log
 

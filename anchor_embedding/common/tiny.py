@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['VOCAB_SIZE', 'PROSE', 'CHATML', 'QWEN3', 'LLAMA3', 'MISTRAL', 'GEMMA', 'KINDS', 'MODEL_KINDS', 'tiny_tokenizer',
-           'tiny_model']
+           'tiny_model', 'refuses']
 
 # %% ../../nbs/common/50_tiny.ipynb #47def46b
 import json
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
+
+from .errors import InputError
 
 # %% ../../nbs/common/50_tiny.ipynb #007cb39b
 VOCAB_SIZE = 420
@@ -226,3 +229,15 @@ def tiny_model(
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+# %% ../../nbs/common/50_tiny.ipynb #ref05e02
+@contextmanager
+def refuses(*parts: str):
+    "Check that the block raises `InputError` with all of `parts` in its message."
+    try:
+        yield
+    except InputError as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+    else:
+        raise AssertionError("nothing was refused")

@@ -42,8 +42,9 @@ from anchor_embedding.study.duration import (
     work_done,
     work_of_arms,
 )
+from ..train.pipeline import Pipeline
 from ..train.prepare import find_instructions, instructions_record
-from ..train.recipe import Pipeline, Recipe
+from ..train.recipe import Recipe
 from ..train.runs import read_log
 from ..train.stage import train
 

@@ -42,8 +42,8 @@ from anchor_embedding.study.report import (
     read_metrics,
     results_table,
 )
+from ..train.pipeline import Pipeline
 from ..train.prepare import batch_plan, find_instructions, prepare_tokenizer
-from ..train.recipe import Pipeline
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c

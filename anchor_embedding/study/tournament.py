@@ -51,8 +51,10 @@ from anchor_embedding.study.arms import (
 )
 from .figures import LABELS, plot_tournament
 from .report import read_metrics, results_table, seed_figures
+from ..train.overrides import override
+from ..train.pipeline import EvaluationPlan, Pipeline
 from ..train.plan import find_shape, measured_lengths, plan
-from ..train.recipe import EvaluationPlan, Pipeline, Recipe, RunSettings, override
+from ..train.recipe import Recipe, RunSettings
 from ..train.recipe_files import load_recipe
 from ..train.stage import train
 

@@ -30,7 +30,8 @@ from ..common.errors import InputError
 from ..common.progress import in_notebook, progress_bar
 from ..common.show import LossCurve, counted
 from ..model.ranks import STOP_SIGNALS
-from .recipe import Recipe, override
+from .overrides import override
+from .recipe import Recipe
 from .recipe_files import load_recipe
 from .runs import RunFolder, resume_line
 

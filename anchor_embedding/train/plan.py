@@ -33,7 +33,8 @@ from anchor_embedding.train.cost import (
     step_flops,
     trained_parameters,
 )
-from .recipe import Pipeline, Recipe
+from .pipeline import Pipeline
+from .recipe import Recipe
 from .recipe_files import load_recipe, shipped_recipes
 
 # %% ../../nbs/train/20_plan.ipynb #7b92de8b

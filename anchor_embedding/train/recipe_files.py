@@ -22,15 +22,9 @@ from anchor_embedding.objectives.objective import (
     find_objective,
     objective_names,
 )
-from anchor_embedding.train.recipe import (
-    EvaluationPlan,
-    Pipeline,
-    Recipe,
-    RunSettings,
-    from_toml,
-    kinds_of,
-    override,
-)
+from .overrides import override
+from .pipeline import EvaluationPlan, Pipeline, from_toml
+from .recipe import Recipe, RunSettings, kinds_of
 
 # %% ../../nbs/train/15_recipe_files.ipynb #c5516dfe
 def _files(folder, prefix=""):

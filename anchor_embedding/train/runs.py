@@ -29,7 +29,8 @@ from ..common.show import cell_text, curve, facts_html, rows_html
 from ..model.decoder import CausalDecoder
 from ..model.loading import check_report
 from ..model.ranks import as_slice_of, own_parameters, whole_tensors
-from .recipe import Recipe, RunSettings, from_toml
+from .pipeline import from_toml
+from .recipe import Recipe, RunSettings
 
 # %% ../../nbs/train/30_runs.ipynb #b327b0e8
 def lock_folder(
