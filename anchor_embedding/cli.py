@@ -611,8 +611,8 @@ def aa_check(args: argparse.Namespace) -> None:
 # %% ../nbs/cli/10_cli.ipynb #5fa3cf9c
 def compare(args: argparse.Namespace) -> None:
     "Compare scores with the paper's, by task and category."
-    from anchor_embedding.evaluate.paper import compare as compare_with_paper
-    from anchor_embedding.evaluate.paper import same_base
+    from anchor_embedding.evaluate.comparison import compare as compare_with_paper
+    from anchor_embedding.evaluate.comparison import same_base
 
     comparison = compare_with_paper(args.scores, args.paper or same_base(args.scores))
     if args.out:

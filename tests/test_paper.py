@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.evaluate.paper import (
-    TABLES,
-    compare,
-    comparison_rows,
-    paper_scores,
-    paper_table,
-    paper_tasks,
-    query_differences,
-)
+from anchor_embedding.evaluate.comparison import compare, comparison_rows
+from anchor_embedding.evaluate.paper import TABLES, paper_scores, paper_table, paper_tasks
+from anchor_embedding.evaluate.scored import query_differences
 from anchor_embedding.evaluate.significance import paired_bootstrap
 from anchor_embedding.evaluate.tasks import subset15
 

@@ -15,7 +15,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..common.errors import InputError
-from ..evaluate.paper import Comparison, both_arms, comparison_rows, paper_table
+from ..evaluate.comparison import Comparison, both_arms, comparison_rows
+from ..evaluate.paper import paper_table
 from anchor_embedding.study.figures import (
     COLOURS,
     INK,
