@@ -23,13 +23,13 @@ from notebook_checks import (
 NBS = ROOT / "nbs"
 
 # Notebooks whose execution is thorough: seconds on two cores without bfloat16, 2026-11-24. Their
-# form is always checked, and `pytest nbs/embed/50_mining.ipynb` executes one that it names.
+# form is always checked, and `pytest nbs/embed/64_mining.ipynb` executes one that it names.
 THOROUGH_NOTEBOOKS = {
     "data/20_docstrings": 6,
     "embed/30_reading": 17,
     "embed/35_onnx": 15,
-    "embed/50_mining": 22,
     "embed/60_corpus": 21,
+    "embed/64_mining": 22,
     "embed/67_index": 34,
     "evaluate/30_tasks": 17,
     "evaluate/32_prompts": 8,

@@ -21,10 +21,11 @@ from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.data.sources import read_examples
+from anchor_embedding.embed.candidates import CosineScores
 from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
-from anchor_embedding.embed.mining import CosineScores, MiningSettings, mine_negatives
+from anchor_embedding.embed.mining import MiningSettings, mine_negatives
 from anchor_embedding.embed.vectors import unit
 from anchor_embedding.evaluate.retrieval import HeldoutRetrieval
 from anchor_embedding.train.recipe_files import load_recipe
@@ -303,7 +304,8 @@ def test_datasets_stay_apart(tmp_path):
 MEMORY = """
 import json, re, sys
 import numpy as np
-from anchor_embedding.embed.mining import CosineScores, MiningSettings, mine_negatives
+from anchor_embedding.embed.candidates import CosineScores
+from anchor_embedding.embed.mining import MiningSettings, mine_negatives
 most = 0
 def encode(texts):
     global most
@@ -360,7 +362,8 @@ def test_memory_does_not_hold_the_corpus(tmp_path):
 SLOW = """
 import sys, time
 import numpy as np
-from anchor_embedding.embed.mining import CosineScores, mine_negatives
+from anchor_embedding.embed.candidates import CosineScores
+from anchor_embedding.embed.mining import mine_negatives
 def encode(texts):
     print("encoding", flush=True)
     time.sleep(60)
@@ -653,8 +656,9 @@ CHOICES = {
 @pytest.mark.parametrize("small", [False, True])
 def test_shards_give_what_the_file_gives(steady, many_cases, tmp_path, monkeypatch, choice, small):
     if small:
-        monkeypatch.setattr("anchor_embedding.embed.mining.CosineScores", SmallBlocks)
-        monkeypatch.setattr("anchor_embedding.embed.mining.PART", 4)
+        monkeypatch.setattr("anchor_embedding.embed.candidates.CosineScores", SmallBlocks)
+        for room in ("pool", "candidates", "mining"):
+            monkeypatch.setattr(f"anchor_embedding.embed.{room}.PART", 4)
     vectors = shards(steady, many_cases, tmp_path / "vectors")
     settings = MiningSettings(**CHOICES[choice])
     outcomes = {}

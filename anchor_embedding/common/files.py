@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'atomic_folder', 'write_text', 'check_place', 'near_path', 'finite', 'read_json', 'file_stamp',
-           'locked', 'cache_folder']
+           'locked', 'unnamed_file', 'cache_folder']
 
 # %% ../../nbs/common/10_files.ipynb #a6fdb85d
 import ctypes
@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -250,6 +251,18 @@ def locked(
         yield
     finally:
         lock.release()
+
+# %% ../../nbs/common/10_files.ipynb #10ced005
+@contextmanager
+def unnamed_file(folder: Path):
+    "Context that gives a temporary file without a name. Raises `InputError` for a full disk."
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            yield file
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {folder}: {error}; free space, or choose another place"
+        ) from error
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:
