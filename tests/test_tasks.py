@@ -455,3 +455,18 @@ def test_a_task_whose_files_change_is_refused_when_its_turn_comes(tmp_path):
     (folder / "pairs.jsonl").write_text(lines([PAIR, OTHER_PAIR, PAIR | {"score": 2.0}]))
     with pytest.raises(InputError, match="a file was changed after the task was opened"):
         second.load_data()
+
+
+def test_a_document_that_is_judged_twice_with_other_scores_is_refused(tmp_path):
+    folder = tmp_path / "retrieval" / "Own"
+    folder.mkdir(parents=True)
+    (folder / "corpus.jsonl").write_text('{"_id": "d", "text": "a"}\n{"_id": "e", "text": "b"}\n')
+    (folder / "queries.jsonl").write_text('{"_id": "q", "text": "c"}\n')
+    lines = "query-id\tcorpus-id\tscore\nq\td\t1\nq\te\t0\nq\td\t1\n"
+    (folder / "qrels.tsv").write_text(lines)
+    task = open_tasks(None, tmp_path)["Own"]
+    task.load_data()
+    assert task.dataset["default"]["test"]["relevant_docs"] == {"q": {"d": 1, "e": 0}}
+    (folder / "qrels.tsv").write_text(lines + "q\td\t0\n")
+    with pytest.raises(InputError, match=r"qrels.tsv:5: .*judged for query 'q' before"):
+        open_tasks(None, tmp_path)["Own"].load_data()

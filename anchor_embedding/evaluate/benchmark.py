@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import set_seed
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c219bd5c
 from ..common.errors import InputError
@@ -46,7 +47,8 @@ def quiet_mteb() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        devices = range(torch.cuda.device_count())
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -77,6 +79,16 @@ def _collect_queries(task) -> dict[str, float]:
     return collected
 
 
+def _begin_again(task) -> None:
+    """Put the random generators of a task to their start. mteb draws samples for clustering from
+    generators that go on from one evaluation to the next.
+    """
+    set_seed(task.seed)
+    for one in (task, *getattr(task.metadata, "tasks", ())):
+        one.rng_state = random.Random(one.seed)
+        one.np_rng = np.random.default_rng(one.seed)
+
+
 def run_task(
     encoder,  # mteb's EncoderProtocol
     task,  # mteb's task object
@@ -90,6 +102,7 @@ def run_task(
     began = time.perf_counter()
     queries = _collect_queries(task)
     with quiet_mteb():
+        _begin_again(task)
         result = mteb.evaluate(
             encoder,
             task,
@@ -110,6 +123,7 @@ def run_task(
         "main_score": round(main, 6),
         "metric": task.metadata.main_score,
         "split": ",".join(result.scores),
+        "subsets": list(task.hf_subsets),
         "type": task.metadata.type,
         "seconds": round(time.perf_counter() - began, 1),
         "data": "local" if hasattr(task, "folder") else "hub",
@@ -118,6 +132,10 @@ def run_task(
     return entry, queries
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #1846220f
+# packages whose versions may change a score
+_PACKAGES = "anchor_embedding python mteb torch transformers sentence-transformers scikit-learn"
+
+
 def _reason(error: Exception, task) -> str:
     "An error as one line, with a hint."
     if isinstance(error, InputError):
@@ -140,6 +158,54 @@ def _made_from(task, candidate: Candidate) -> dict:
     data = [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets)]
     key = [candidate.identity, instructions, data, installed_versions("mteb")]
     return {"key": digest(key), "instructions": instructions}
+
+
+def _other_subsets(entry: dict, task) -> bool:
+    "Whether the score of a task is of other splits or subsets than the task has now."
+    subsets = entry.get("subsets", task.hf_subsets)
+    splits = entry["split"].split(",")
+    return {*subsets} != {*task.hf_subsets} or not {*splits} <= {*task.eval_splits}
+
+
+def _waiting(opened: dict, candidate: Candidate, file: ScoresFile) -> dict:
+    """Name → mteb's task object, for the tasks without a score. Raises `InputError` if a score of
+    other splits or subsets would be replaced.
+    """
+    waiting = {}
+    for name, task in opened.items():
+        if isinstance(task, InputError):
+            file.fail(name, str(task))
+            continue
+        if file.has(name, _made_from(task, candidate)["key"]):
+            continue
+        entry = file.scores["tasks"].get(name)
+        if entry and _other_subsets(entry, task):
+            raise InputError(
+                f"{file.folder} has a score of {name} for other data ({entry['split']} of "
+                f"{', '.join(entry.get('subsets', ['?']))}); it would be replaced. Choose another "
+                "--out"
+            )
+        waiting[name] = task
+    return waiting
+
+
+def _note_reused(names: Sequence[str], file: ScoresFile) -> None:
+    "Say which scores were made by other versions than those that are installed."
+    now = installed_versions(*_PACKAGES.split())
+    others = {}  # differences → tasks
+    for name in names:
+        made = file.scores["tasks"].get(name, {}).get("made", {})
+        before = made.get("versions", now)
+        changed = [f"{one} {before[one]}" for one in now if before.get(one, now[one]) != now[one]]
+        if made.get("commit", source_commit()) != source_commit():
+            changed.append(f"commit {made['commit']}")
+        if changed:
+            others.setdefault(" and ".join(changed), []).append(name)
+    for versions, tasks in others.items():
+        file.say(
+            f"{file.folder.name}: {', '.join(tasks)} scored earlier, with {versions}; remove "
+            f"{file.folder} to score again"
+        )
 
 
 def _run_tasks(
@@ -171,10 +237,6 @@ def _run_tasks(
             bar.update(end - bar.n)
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #3cdc7df7
-# packages whose versions may change a score
-_PACKAGES = "anchor_embedding python mteb torch transformers sentence-transformers scikit-learn"
-
-
 def _score(
     candidate: Candidate,
     loaded,  # by `load_model`
@@ -208,10 +270,11 @@ def _score(
         _run_tasks(loaded, waiting, candidate, file, made, progress)
         return
     file.folder.mkdir(exist_ok=True)
-    own = file.folder / f"vectors-{digest([candidate.identity, made['versions']])}"
+    own = file.folder / f"vectors-{digest([candidate.identity, made['versions'], made['commit']])}"
+    changed = str(made["commit"]).endswith("+")  # the code may have changed since
     for path in file.folder.glob("vectors-*"):
-        # left by a killed process with other settings or versions
-        if not path.name.startswith(own.name):
+        # left by a killed process with other settings, versions or code
+        if changed or not path.name.startswith(own.name):
             path.unlink()
     store = VectorStore(own, loaded.dimension)
     length = candidate.identity["max_length"]
@@ -237,8 +300,8 @@ def evaluate(
     title: str = "",  # starts a line on the instructions of the model
     **options,  # of `MtebEncoder`: devices, batch_tokens
 ) -> dict:  # the content of scores.json for these tasks
-    """Score a model on MTEB tasks. Raises `InputError` for an unknown model or task; a failed task
-    is under `errors`.
+    """Score a model on MTEB tasks. Raises `InputError` for an unknown model or task, and instead of
+    replacing a score of other subsets of a task; a failed task is under `errors`.
     """
     with quiet_mteb():
         opened = open_tasks(tasks, data_dir)
@@ -253,12 +316,8 @@ def evaluate(
         remedy="choose another --out",
     ):
         file = ScoresFile(scores_folder(folder, candidate.identity, say), candidate.identity, say)
-        waiting = {}
-        for task_name, task in opened.items():
-            if isinstance(task, InputError):
-                file.fail(task_name, str(task))
-            elif not file.has(task_name, _made_from(task, candidate)["key"]):
-                waiting[task_name] = task
+        waiting = _waiting(opened, candidate, file)
+        _note_reused([name for name in opened if name not in waiting], file)
         if waiting:
             loaded = load_model(candidate.model, dtype, device)
             _score(candidate, loaded, waiting, file, list(opened), progress, options)

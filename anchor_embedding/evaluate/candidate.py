@@ -102,19 +102,30 @@ def _without_folders(recipe: dict) -> dict:
 _OF_ONE_RUN = ("name", "description", "seed", "base", "data")
 
 
+def _settings(card: dict) -> dict:
+    "The settings of a stage; of what is read from files, the content instead of the path."
+    recipe = card["recipe"]
+    settings = {key: value for key, value in recipe.items() if key not in _OF_ONE_RUN}
+    settings["instructions"] = card.get("instructions", recipe.get("instructions"))
+    for key, value in card.items():
+        setting = key.removesuffix("_digest")
+        if key != setting and setting in settings:  # a further model, such as a teacher
+            settings[setting] = value
+    return settings
+
+
 def _lineage(cards: list[dict]) -> str:
     """A hash that runs share if only the seed differs: of the base model, of the settings and the
     pairs of every stage, and of the checkpoint if it is not the last one.
     """
     stages = []
     for card in cards:
-        recipe = card["recipe"]
-        settings = {key: value for key, value in recipe.items() if key not in _OF_ONE_RUN}
-        stages.append([settings, card.get("fingerprint", recipe["data"])])
+        stages.append([_settings(card), card.get("fingerprint", card["recipe"]["data"])])
         if "checkpoint" in card:
             stages.append(card["checkpoint"])
-    base = cards[0].get("base_revision", cards[0]["recipe"]["base"])
-    return digest([base, stages])
+    first = cards[0]
+    base = [first[key] for key in ("base_digest", "base_files_digest") if key in first]
+    return digest([base or first["recipe"]["base"], stages])
 
 
 def describe_loaded(

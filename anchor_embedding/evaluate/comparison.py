@@ -30,6 +30,7 @@ from anchor_embedding.evaluate.scored import (
     why_not_compared,
 )
 from .scores import table_markdown
+from .tasks import mteb_task
 
 # %% ../../nbs/evaluate/54_comparison.ipynb #1ea02ef7
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,9 +136,21 @@ def comparison_rows(
     )
 
 # %% ../../nbs/evaluate/54_comparison.ipynb #9c93d542
+def _row_name(task: str, entry: dict) -> str:
+    "The name of a task, with the subsets if they are not those of the English benchmarks."
+    subsets = entry.get("subsets")
+    english = mteb_task(task) if subsets and entry.get("data") == "hub" else None
+    if english is None or {*subsets} == {*english.hf_subsets}:
+        return task
+    return f"{task} ({', '.join(subsets)})"
+
+
 def _points(runs: list[dict]) -> pd.DataFrame:
     "Main scores of several runs in points: tasks × runs."
-    scores = [{task: e["main_score"] for task, e in run["tasks"].items()} for run in runs]
+    scores = [
+        {_row_name(task, entry): entry["main_score"] for task, entry in run["tasks"].items()}
+        for run in runs
+    ]
     return 100 * pd.DataFrame(scores, dtype=float).T
 
 

@@ -142,7 +142,11 @@ def _read_judgements(path: Path) -> dict[str, dict[str, int]]:
                 "whole number, with tabs between"
             )
         query, document, score = row
-        judged.setdefault(query, {})[document] = int(score)
+        if judged.setdefault(query, {}).setdefault(document, int(score)) != int(score):
+            raise InputError(
+                f"{where}: document {document!r} was judged for query {query!r} before, with "
+                "another score; keep one of the lines"
+            )
     if not judged:
         raise InputError(f"{path} judges no query; add lines of query id, document id and score")
     return judged

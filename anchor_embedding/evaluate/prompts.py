@@ -157,6 +157,10 @@ def _by_task(trained: Mapping) -> dict[str, tuple[str, bool]]:
     "The table of a model's training by the names that tasks have; a task's own name goes first."
     symmetric = trained.get("symmetric", ())
     rows = {name: (choices[0], name in symmetric) for name, choices in trained["table"].items()}
+    for name in sorted(rows, reverse=True):  # the first part of a divided dataset counts
+        whole = re.sub(r"_split[12]$", "", name)
+        if whole not in trained["table"]:
+            rows[whole] = rows[name]
     tasks = {
         _family(task): row for name, row in rows.items() for task in training_tasks().get(name, ())
     }

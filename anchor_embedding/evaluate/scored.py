@@ -111,15 +111,16 @@ def _setting(scores: dict) -> dict:
 
 
 def other_data(one: dict, other: dict) -> list[str]:
-    "The tasks for which two runs were scored on different data."
+    "The tasks for which two runs were scored on different data, splits or subsets."
 
-    def revision(run, task):
-        return run["tasks"][task].get("data_revision")
+    def data(run, task):
+        entry = run["tasks"][task]
+        return [entry.get(key) for key in ("data_revision", "split", "subsets")]
 
     return sorted(
         task
         for task in one["tasks"].keys() & other["tasks"].keys()
-        if revision(one, task) != revision(other, task)
+        if data(one, task) != data(other, task)
     )
 
 

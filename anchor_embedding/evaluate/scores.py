@@ -128,7 +128,8 @@ def scores_table(
         for one in scores
     }
     table = pd.DataFrame(main, index=pd.Index(names, name="task"), dtype=float)
-    shared = table.dropna()
+    scored = table.columns[table.notna().any()]  # without models that could not be loaded
+    shared = table.dropna(subset=scored) if len(scored) else table.iloc[:0]
     table.insert(0, "type", [types.get(task, "") for task in names])
     if len(shared):
         table.loc[f"mean of {counted(len(shared), 'task')}"] = ["", *shared.mean()]

@@ -102,7 +102,18 @@ def find_tasks(
     names: str | Sequence[str],  # see `split_names`
 ) -> list:  # of mteb's task objects, in order, without repetitions
     """The tasks of sets, benchmarks and single names. Raises `InputError` with the nearest names
-    for an unknown name.
+    for an unknown name, and for a task that two of them define with different subsets.
     """
-    tasks = [task for name in split_names(names) for task in expand_name(name)]
-    return list({task.metadata.name: task for task in tasks}.values())
+    chosen = {}
+    for task in (task for name in split_names(names) for task in expand_name(name)):
+        first = chosen.setdefault(task.metadata.name, task)
+        for one, other in (
+            (first.hf_subsets, task.hf_subsets),
+            (first.eval_splits, task.eval_splits),
+        ):
+            if {*one} != {*other}:
+                raise InputError(
+                    f"{task.metadata.name} is asked for with {', '.join(one)} and with "
+                    f"{', '.join(other)}; evaluate the sets one by one, each with its own --out"
+                )
+    return list(chosen.values())

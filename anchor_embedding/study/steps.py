@@ -97,12 +97,10 @@ def check_unseen(
     """Raise `InputError` if a stage of the model was trained on the datasets of the held-out pairs
     without leaving out just these pairs.
     """
-    cards = find_cards(model)
     left_out = fingerprint(pairs.train)
-    if any(card.get("fingerprint") == left_out for card in cards):
-        return
+    others = [card for card in find_cards(model) if card.get("fingerprint") != left_out]
     datasets = {pair.dataset for pair in pairs.heldout}
-    trained = sorted(datasets & {name for card in cards for name in card.get("datasets", {})})
+    trained = sorted(datasets & {name for card in others for name in card.get("datasets", {})})
     if trained:
         raise InputError(
             f"{model} was trained on pairs of {', '.join(trained)}, and not with these held out; "
