@@ -290,7 +290,7 @@ def test_bootstrap_of_many_queries_needs_little_memory():
     assert (
         found.difference == pytest.approx(0.01)
         and found.verdict == "ahead"
-        and found.p == pytest.approx(2 / 201)
+        and found.p < 1e-6
     )
 
 

@@ -129,6 +129,20 @@ def test_report_tells_what_was_spent(played):
     )
 
 
+def test_a_tournament_does_not_go_on_with_other_tasks(play, tmp_path):
+    class Scores:
+        def __init__(self, revision):
+            self.depends_on = [{"own": [revision, ["test"], ["default"]]}, "auto", 512]
+
+        def __call__(self, embedder):
+            return [{"task": "own", "metric": "count", "score": 1.0}]
+
+    play(["quickstart"], tmp_path / "out", tasks=Scores("1"))
+    play(["quickstart"], tmp_path / "out", tasks=Scores("1"))
+    with pytest.raises(InputError, match="began with another tasks"):
+        play(["quickstart"], tmp_path / "out", tasks=Scores("2"))
+
+
 def test_interrupted_goes_on_and_finished_is_left_alone(played, play, tmp_path):
     _, whole = played
     calls = []

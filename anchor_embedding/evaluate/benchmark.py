@@ -25,7 +25,7 @@ from transformers import set_seed
 from ..common.errors import InputError
 from ..common.files import locked
 from ..common.progress import progress_bar
-from ..common.provenance import installed_versions, source_commit
+from ..common.provenance import code_digest, installed_versions, source_commit
 from ..embed.embedder import Embedder
 from ..embed.encoders import load_model, model_name
 from .candidate import Candidate, describe_loaded, find_candidate
@@ -270,11 +270,11 @@ def _score(
         _run_tasks(loaded, waiting, candidate, file, made, progress)
         return
     file.folder.mkdir(exist_ok=True)
-    own = file.folder / f"vectors-{digest([candidate.identity, made['versions'], made['commit']])}"
-    changed = str(made["commit"]).endswith("+")  # the code may have changed since
+    own = digest([candidate.identity, made["versions"], code_digest()])
+    own = file.folder / f"vectors-{own}"
     for path in file.folder.glob("vectors-*"):
         # left by a killed process with other settings, versions or code
-        if changed or not path.name.startswith(own.name):
+        if not path.name.startswith(own.name):
             path.unlink()
     store = VectorStore(own, loaded.dimension)
     length = candidate.identity["max_length"]

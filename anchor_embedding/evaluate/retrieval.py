@@ -299,7 +299,7 @@ class HeldoutRetrieval:
             for query, label in zip(reversed(queries), reversed(clusters), strict=False)
         }
         groups = [labels[query] for query in distinct] if clusters else connected(self.relevant)
-        self.clusters = groups if len(set(groups)) > 1 else None  # of every query
+        self.clusters = groups  # of every query
         self.ignored = [
             [place[query]] if query in place.keys() - relevant[query].keys() else []
             for query in distinct

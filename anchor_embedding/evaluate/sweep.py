@@ -119,6 +119,15 @@ class TaskEvaluator:
         self.prompts = check_prompts(prompts)
         self.options = {"batch_tokens": batch_tokens, "max_length": max_length}
 
+    @property
+    def depends_on(self) -> list:
+        "What the scores of a model depend on: the data of every task, the prompts and the length."
+        data = {
+            name: [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets)]
+            for name, task in self.tasks.items()
+        }
+        return [data, self.prompts, self.options["max_length"]]
+
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         style = style_of(embedder, self.prompts)

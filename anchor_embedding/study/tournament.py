@@ -358,7 +358,7 @@ def tournament(
         "pairs": fingerprint(pairs.train),
         "heldout": fingerprint(pairs.heldout),
         "alternative": alternative,
-        "tasks": list(getattr(tasks, "tasks", ())),
+        "tasks": getattr(tasks, "depends_on", []),
         "lengths": measured_lengths(pairs.train, read_tokenizer(base.path)),
     }
     flops = {
