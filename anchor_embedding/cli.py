@@ -703,7 +703,8 @@ def export(args: argparse.Namespace) -> None:
         args.out,
         args.adapter,
         args.scores,
-        normalize=args.normalize,
+        None if args.instruction is None else {"query": args.instruction},
+        args.normalize,
         base=args.base_name,
         push=args.push,
         onnx=args.format == "onnx",
@@ -1083,6 +1084,11 @@ def _using_commands(commands) -> None:
     parser.flag("--adapter", "write LoRA weights and the name of the base, not merged weights")
     parser.option(
         "--scores", "FILE", "a scores.json of `anchor eval`, for the model card", kind=Path
+    )
+    parser.option(
+        "--instruction",
+        None,
+        "instruction in front of queries, '' for none (default: that of the model's training)",
     )
     parser.flag("--normalize", "scale the vectors to length 1")
     parser.choice(

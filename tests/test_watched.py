@@ -70,6 +70,20 @@ def check(stage, folder, watched):
     return card
 
 
+def test_no_watched_pair_has_a_text_that_is_trained_on(base, examples):
+    stage = recipe(base)
+    tokenizer = prepare_tokenizer(stage, stage.base)
+    rows = [replace(e, positive=examples[row // 2].positive) for row, e in enumerate(examples)]
+    for some in (examples * 2, rows):  # rows twice; several queries with one positive
+        data = make_data(stage, tokenizer, some)
+        taken = [some[row] for step in range(3) for row in data.plan.step(step)]
+        texts = {text for pair in taken for text in (pair.query, pair.positive)}
+        unseen = [some[row] for row in data.unseen(3, len(some))]
+        assert unseen and texts.isdisjoint(
+            text for pair in unseen for text in (pair.query, pair.positive)
+        )
+
+
 def test_pairs_that_the_run_does_not_train_on(base, examples, tmp_path):
     stage = recipe(base)
     data = make_data(stage, prepare_tokenizer(stage, stage.base), examples)

@@ -185,14 +185,12 @@ def _read_all(paths, workers):
 # %% ../../nbs/data/20_docstrings.ipynb #595d8ae8
 def _cache_file(tops, versions):
     "The cache file for exactly these packages."
-    key = [2, BODY_CHARACTERS, sys.version_info[:2]]
+    key = [3, BODY_CHARACTERS, sys.version_info[:2]]
     for name, top in tops.items():
-        key.append(
-            [
-                name,
-                versions.get(name) or [[str(f), f.stat().st_mtime_ns] for f in _source_files(top)],
-            ]
-        )
+        # a package may be changed in place, under the same version
+        files = [(str(file), file.stat()) for file in _source_files(top)]
+        stamps = [[path, status.st_size, status.st_mtime_ns] for path, status in files]
+        key.append([name, versions.get(name), stamps])
     return (
         cache_folder()
         / f"docstrings-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json.gz"

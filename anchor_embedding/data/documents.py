@@ -114,7 +114,8 @@ def find_files(
                 f"{path}: is a pipe or a device, which can be read only once; give a file, or send "
                 "the texts to standard input (--in -)"
             )
-        if _suffix(path, (".tsv", ".json", ".npy", ".gz")) and not _suffix(path, _ROWS + _LINES):
+        # a name without an ending is that of a file of lines
+        if path.suffix and not _suffix(path, _ROWS + _LINES):
             raise InputError(f"{path}: unknown kind of file; texts are read from {known}")
         return [path]
     files = [file for file in sorted(path.iterdir()) if _is_readable(file)]

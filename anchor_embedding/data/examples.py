@@ -101,6 +101,17 @@ def with_title(passage, where):
     return clean(f"{title} {text}".strip())
 
 
+def _apart(label) -> bool:
+    "Whether a label says that two texts do not belong together."
+    text = str(label).strip().lower()
+    if text in ("false", "no"):
+        return True
+    try:
+        return float(text) <= 0
+    except ValueError:
+        return False
+
+
 def examples_in(
     row: dict,  # as it was read
     where: str,  # file and line, for error messages
@@ -114,7 +125,7 @@ def examples_in(
             f'{where}: a row must be an object like {{"query": …, "positive": …}}, '
             f"but this is {_kind(row)}"
         )
-    if str(row.get("label")) in ("0", "0.0", "False"):
+    if _apart(row.get("label")):
         raise InputError(
             f"{where}: label is {row['label']}, so the two texts do not belong together, but every "
             "pair is trained as a positive one; remove the row"
@@ -123,20 +134,17 @@ def examples_in(
     name = row.get("dataset") or dataset
     if not isinstance(name, str):
         raise InputError(f"{where}: 'dataset' must be a name, but it is {_kind(name)}")
+    negatives = _negatives_of(row, where) + _passages_of(row, "negative_passages", where)
     if "positive_passages" in row:
-        positives, negatives = (
-            _passages_of(row, key, where) for key in ("positive_passages", "negative_passages")
-        )
+        positives = _passages_of(row, "positive_passages", where)
         if not positives:
             raise InputError(f"{where}: 'positive_passages' is empty; fill it in or remove the row")
     elif isinstance(row.get("pos"), list):
         positives = [_text_of({"pos": text}, ("pos",), where) for text in row["pos"]]
-        negatives = _negatives_of(row, where)
         if not positives:
             raise InputError(f"{where}: 'pos' is empty; fill it in or remove the row")
     else:
         positives = [_text_of(row, POSITIVE, where)]
-        negatives = _negatives_of(row, where)
     return [Example(query, positive, tuple(negatives), clean(name)) for positive in positives]
 
 # %% ../../nbs/data/10_examples.ipynb #2e2f4ab5

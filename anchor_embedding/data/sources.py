@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BadRow', 'open_binary', 'file_lines', 'jsonl_rows', 'csv_rows', 'parquet_rows', 'qrels_rows', 'Part', 'find_parts',
-           'not_read', 'held_out_files', 'part_examples', 'read_examples', 'read_texts']
+           'not_read', 'held_out_files', 'part_examples', 'read_examples']
 
 # %% ../../nbs/data/15_sources.ipynb #dd215e65
 import ast
@@ -12,6 +12,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import os
 import re
 import tempfile
@@ -33,7 +34,6 @@ from anchor_embedding.data.examples import (
     examples_in,
     with_title,
 )
-from ..model.text import clean
 
 # %% ../../nbs/data/15_sources.ipynb #aede9111
 class BadRow(str):
@@ -203,8 +203,10 @@ def _with_lists(row: dict[str, str]) -> "dict | BadRow":
                 return BadRow(
                     f'the cell {name} must be a JSON list like ["a", "b"]; use negative for one text'
                 )
-        elif name == "pos" and _holds_list(cell):
-            return BadRow("the cell pos holds a list; write a row for each positive, or use JSONL")
+        elif name in (*QUERY, *POSITIVE) and _holds_list(cell):
+            return BadRow(
+                f"the cell {name} holds a list; write a row for each pair, or use JSONL with pos"
+            )
         elif NEGATIVES.fullmatch(name) and _holds_list(cell):
             return BadRow(
                 f"the cell {name} holds a list; name that column negatives, with lists in JSON"
@@ -281,6 +283,10 @@ class _Texts:
                 except InputError as error:
                     yield where, BadRow(str(error).removeprefix(f"{where}: "))
                     continue
+                if str(row["_id"]) in self:
+                    reason = "is that of an earlier row; give every text its own"
+                    yield where, BadRow(f"the _id {row['_id']!r} {reason}")
+                    continue
                 self.places[str(row["_id"])] = (self.file.seek(0, os.SEEK_END), len(text))
                 self.file.write(text)
 
@@ -299,16 +305,28 @@ def qrels_rows(
 ) -> Iterator[tuple[str, "tuple[str, str, float] | BadRow"]]:
     "(where, (query id, document id, score)) of the relevance judgements in a BEIR file."
     for number, (where, line) in enumerate(file_lines(path, opened), start=1):
+        cells = line.decode("utf-8", "replace").rstrip("\r\n").split("\t")
         try:
             query, document, score = line.decode("utf-8").rstrip("\r\n").split("\t")
+            if not math.isfinite(float(score)):
+                raise ValueError
             yield where, (query, document, float(score))
         except ValueError:
-            if line.strip() and number > 1:  # the first line is a header
+            header = number == 1 and len(cells) == 3 and not _is_number(cells[2])
+            if line.strip() and not header:
                 bad = BadRow(
                     "a line must be query id, document id and score, with tabs between them, "
                     "in UTF-8"
                 )
                 yield where, bad
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _beir_rows(corpus, queries, qrels, opened):
@@ -319,8 +337,12 @@ def _beir_rows(corpus, queries, qrels, opened):
             yield where, row
         else:
             query, document, score = row
-            judged.setdefault(query, []).append((document, where, score > 0))
-    wanted = (document for judgements in judged.values() for document, _, _ in judgements)
+            of_query = judged.setdefault(query, {})
+            relevant = score > 0
+            if of_query.setdefault(document, (where, relevant))[1] != relevant:
+                remedy = "keep one of the lines"
+                yield where, BadRow(f"document {document!r} is judged both ways; {remedy}")
+    wanted = (document for judgements in judged.values() for document in judgements)
     with tempfile.TemporaryFile() as query_file, tempfile.TemporaryFile() as document_file:
         query_texts = _Texts(query_file, judged)
         document_texts = _Texts(document_file, wanted)
@@ -328,13 +350,13 @@ def _beir_rows(corpus, queries, qrels, opened):
         yield from document_texts.fill(corpus, opened)
         for query, judgements in judged.items():
             if query not in query_texts:
-                where = judgements[0][1]
+                where = next(iter(judgements.values()))[0]
                 remedy = "add it or remove its lines"
                 yield where, BadRow(f"query {query!r} is not in {queries.name}; {remedy}")
                 continue
             positives = []
             negatives = []
-            for document, where, relevant in judgements:
+            for document, (where, relevant) in judgements.items():
                 if document not in document_texts:
                     remedy = "add it or remove the line"
                     yield where, BadRow(f"document {document!r} is not in {corpus.name}; {remedy}")
@@ -595,40 +617,3 @@ def read_examples(
             )
         examples += [item for item in items if not isinstance(item, BadRow)]
     return examples
-
-# %% ../../nbs/data/15_sources.ipynb #7fc93e7c
-def read_texts(
-    # .jsonl: a `text` and perhaps a `title` in each row; any other file: one text a line;
-    # both may be gzip files
-    path: str | os.PathLike,
-) -> list[str]:
-    "The texts of a file, in order. Raises `InputError` naming file, line and remedy."
-    path = Path(path)
-    if path.suffix.lower() in (".csv", ".tsv", ".parquet", ".json"):
-        raise InputError(
-            f"{path}: texts are read from .jsonl rows with a `text`, or from a file with one text "
-            f"a line, not from {path.suffix}; write such a file"
-        )
-    try:
-        if _suffix(path) not in (".jsonl", ".jsonl.gz"):
-            return [_text_line(line, where) for where, line in file_lines(path)]
-        return [_text_row(row, where) for where, row in jsonl_rows(path)]
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror or error}); give a file of texts"
-        ) from None
-
-
-def _text_line(line, where):
-    try:
-        return clean(line.decode("utf-8").removesuffix("\n").removesuffix("\r"))
-    except UnicodeDecodeError:
-        raise InputError(f"{where}: not UTF-8; save the file as UTF-8") from None
-
-
-def _text_row(row, where):
-    if isinstance(row, BadRow):
-        raise InputError(f"{where}: {row}")
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise InputError(f'{where}: a row must be an object with a text, like {{"text": "…"}}')
-    return with_title(row, where) if row.get("title") else clean(row["text"])

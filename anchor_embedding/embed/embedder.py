@@ -11,9 +11,10 @@ __all__ = ['SETTINGS_FILE', 'CHUNK_TEXTS', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Em
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
+from numbers import Integral
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -222,6 +223,8 @@ def one_for_each(
     "The instruction of each text. Raises `InputError` for another number of them."
     if instruction is None or isinstance(instruction, str):
         return [instruction] * len(texts)
+    if not isinstance(instruction, Sized):
+        raise InputError(f"instruction = {instruction!r}: give a text, or a list with one for each")
     if len(instruction) != len(texts):
         raise InputError(
             f"{len(instruction)} instructions for {len(texts)} texts: give one for each, or one "
@@ -257,7 +260,8 @@ def encode_texts(
     texts = list(texts)
     instruction = one_for_each(instruction, texts)
     decoder = embedder.decoder
-    steps = () if refine_steps is None or isinstance(refine_steps, int) else (len(refine_steps),)
+    one = refine_steps is None or isinstance(refine_steps, Integral)
+    steps = () if one else (len(refine_steps),)
     vectors = np.empty((len(texts), *steps, embedder.dimension), dtype=np.float32)
     with evaluating(decoder), progress_bar(len(texts), "encode", "text", progress=progress) as bar:
         for rows, ids in _token_batches(embedder, texts, instruction, batch_tokens):
@@ -443,7 +447,10 @@ def load_embedder(
         "attention": "causal",
         "soft_tokens": None,
     }
-    settings = defaults | read_settings(path) | settings
+    saved = read_settings(path)
+    if settings.get("template", saved.get("template")) != saved.get("template"):
+        saved.pop("eos_token", None)  # each template has its own
+    settings = defaults | saved | settings
     text_settings = {key: settings.pop(key) for key in _TEXT}
     tokenizer = TextTokenizer(read_tokenizer(path), **text_settings)
     own = own_files(path)

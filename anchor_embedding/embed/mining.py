@@ -403,7 +403,7 @@ def mine_negatives(
     out: str | os.PathLike,  # .jsonl or .jsonl.gz
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores" = "bm25",  # see `load_scorer`
     settings: MiningSettings = MiningSettings(),
-    # further documents: a file (see `data.read_texts`), or the folder of a corpus that this model
+    # further documents: a file (see `data.documents`), or the folder of a corpus that this model
     # encoded
     corpus: str | os.PathLike | None = None,
     instructions: Instructions | None = None,  # those that training will use; None = none

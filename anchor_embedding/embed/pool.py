@@ -22,8 +22,8 @@ import numpy as np
 from ..common.errors import InputError
 from ..common.files import unnamed_file
 from ..common.progress import progress_bar
+from ..data.documents import read_documents
 from ..data.examples import Example
-from ..data.sources import read_texts
 from ..data.store import ExampleStore
 from .corpus import Corpus
 
@@ -160,7 +160,7 @@ def read_corpus(
     if Path(corpus).is_dir():
         extra = EncodedDocuments(Corpus(corpus), progress)
     else:
-        extra = ListedDocuments(read_texts(corpus))
+        extra = ListedDocuments([document.text for document in read_documents(corpus)])
     if not extra.places.keys:
         raise InputError(
             f"{corpus}: there is no text in it; give a corpus with texts, or mine without one"

@@ -156,7 +156,7 @@ def describe_loaded(
     about["trained_with"] = style.trained_with
     about["as_trained"] = style.as_trained
     about["device"] = device_name(loaded.decoder.device)
-    base = cards[0]["recipe"]["base"] if cards else ""
+    base = cards[0]["recipe"]["base"] if cards and "base_folder" not in cards[0] else ""
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base)
     meta = model_meta(loaded, name, revision, training, base if on_hub else None, style, length)
     return meta, about

@@ -478,6 +478,11 @@ def _load_adapter(folder, dtype, device, compute_dtype):
         raise InputError(
             f"{Path(folder) / 'adapter_config.json'} names no base model; save the adapter again"
         )
+    if config.is_prompt_learning:
+        raise InputError(
+            f"the adapter in {str(folder)!r} adds virtual tokens ({config.peft_type.value}), which "
+            "cannot be merged into a model; train LoRA"
+        )
     try:
         decoder = load_decoder(config.base_model_name_or_path, dtype, device, compute_dtype)
     except InputError as error:

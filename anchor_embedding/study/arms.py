@@ -152,6 +152,7 @@ class HeldoutEvaluation:
         say: Callable[[str], None] = print,
     ):
         self.heldout = pairs.retrieval()
+        self.datasets = {pair.dataset for pair in pairs.train}
         first_pairs = list(reversed(pairs.heldout))  # of two equal texts the first counts
         self.query_dataset = {pair.query: pair.dataset for pair in first_pairs}
         self.document_dataset = {pair.positive: pair.dataset for pair in first_pairs}
@@ -298,10 +299,14 @@ def first_stage(arms: Mapping[str, Pipeline]) -> Recipe:
 LOOKS = ("template", "eos_token", "max_length", "pooling", "attention", "dtype", "instructions")
 
 
-def base_embedder(recipe: Recipe, base: str | Path) -> Embedder:
+def base_embedder(
+    recipe: Recipe,
+    base: str | Path,
+    datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
+) -> Embedder:
     "The untouched model that a recipe starts with."
     settings = {key: getattr(recipe, key) for key in LOOKS}
-    settings["instructions"] = instructions_record(recipe.instructions)
+    settings["instructions"] = instructions_record(recipe.instructions, datasets)
     return Embedder.from_pretrained(base, **settings)
 
 
@@ -310,6 +315,7 @@ def untouched(
     rows: Mapping[str, list[dict]],  # name of an arm → see `evaluations`
     base: str,
     evaluate: Callable[[Embedder], list[dict]],
+    datasets: Iterable[str] | None = None,  # of the training pairs
 ) -> dict:
     "The evaluation of the base model, as the first stage of the first arm uses it."
     first = first_stage(arms)
@@ -318,7 +324,7 @@ def untouched(
         same = all(getattr(recipe, key) == getattr(first, key) for key in LOOKS)
         if rows[name] and not more and same and recipe.objective.name == "contrastive":
             return {key: value for key, value in rows[name][0].items() if key != "step"}
-    return one_row(evaluate(base_embedder(first, base)))
+    return one_row(evaluate(base_embedder(first, base, datasets)))
 
 
 def figures_of(row: dict) -> dict:
@@ -341,7 +347,7 @@ def comparison(
         for seed, same_seed in rows.items()
     }
     first = next(iter(rows.values()))
-    start = untouched(arms, first, base, evaluate)
+    start = untouched(arms, first, base, evaluate, evaluate.datasets)
     ranks = {}
     for name in arms:
         if first[name]:

@@ -147,8 +147,8 @@ class TrainingData:
         return tokenize_batch(examples, self.tokenizer, self.instructions, places, hard_negatives=0)
 
     def unseen(self, steps: int, number: int) -> list[int]:
-        """At most `number` rows that are in no batch of the first `steps` steps: a fixed random
-        sample, sorted by dataset.
+        """At most `number` rows that share no query and no positive with a batch of the first
+        `steps` steps: from a fixed random sample, sorted by dataset.
         """
         if steps > self.plan.steps_per_pass:
             return []
@@ -162,7 +162,19 @@ class TrainingData:
             if row not in seen
         ]
         sample = random.Random(self.plan.seed).sample(unseen, min(number, len(unseen)))
-        return [row for _, row in sorted(sample)]
+        rows = [row for _, row in sorted(sample)]
+        trained = self._texts_also_in(seen, rows)
+        return [row for row in rows if trained.isdisjoint(self._texts(row))]
+
+    def _texts(self, row: int) -> set[str]:
+        "The query and the positive of a row."
+        example = self.examples[row]
+        return {example.query, example.positive}
+
+    def _texts_also_in(self, seen: Iterable[int], rows: Sequence[int]) -> set[str]:
+        "The texts of some rows that are also in others."
+        texts = {text for row in rows for text in self._texts(row)}
+        return {text for row in seen for text in texts & self._texts(row)}
 
 # %% ../../nbs/train/35_prepare.ipynb #c0c69f51
 class BatchesAhead:
@@ -221,13 +233,20 @@ _SHIPPED = {
 }
 
 
-def instructions_record(name: str) -> str | dict:
+def instructions_record(
+    name: str,
+    datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
+) -> str | dict:
     """A recipe's instructions as they are saved with the model: the name of shipped ones, or the
-    whole table of a file.
+    whole table of a file; "none" if no dataset has an instruction.
     """
+    instructions = find_instructions(name)
+    if datasets is not None and not any(
+        any(instructions.for_example(dataset, 0)) for dataset in datasets
+    ):
+        return "none"
     if name in _SHIPPED:
         return name
-    instructions = find_instructions(name)
     return {
         "table": {dataset: list(choices) for dataset, choices in instructions.table.items()},
         "symmetric": sorted(instructions.symmetric),
@@ -381,6 +400,7 @@ def prepare_embedder(
     device: torch.device,
     start: Path | None = None,  # a checkpoint of this recipe to continue from
     say: Callable[[str], None] = print,
+    datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
 ) -> tuple[Embedder, dict]:  # ready to be trained, and its entries for the card
     "Base model, tokenizer and adapters of a recipe. Raises `InputError`."
     base = resolve_base(recipe.base, say)
@@ -435,12 +455,14 @@ def prepare_embedder(
     }
     if revision:
         card["base_revision"] = revision
+    elif base.source == base.path and Path(base.path).exists():  # "models/base" may later look like a name on the hub
+        card["base_folder"] = str(Path(base.path).resolve())
     for setting, name in recipe.objective.models().items():
         path = resolve_base(name, say).path
         own = weights_digest(path) + files_digest(path)
         card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
-    instructions = instructions_record(recipe.instructions)
+    instructions = instructions_record(recipe.instructions, datasets)
     card["instructions"] = instructions
     return Embedder(
         decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions
