@@ -397,9 +397,8 @@ def test_a_stopped_search_leaves_the_earlier_result(pairs, tmp_path, stop):
         (["--relative-margin", "nan"], "`relative_margin` = nan: must be finite"),
         (["--model", "no-such-folder/model"], "no-such-folder/model"),
         (["--instructions", "none.txt"], "instructions are read from .csv or .toml"),
-        (["--corpus", "no-such-file.txt"], "no-such-file.txt: cannot be read"),
-        (["--corpus", os.devnull], "there is no text in it"),
-        (["--corpus", "documents.csv"], "one text a line, not from .csv"),
+        (["--corpus", "no-such-file.txt"], "no-such-file.txt: there is no such file or folder"),
+        (["--corpus", os.devnull], "is a pipe or a device"),
         (["--corpus", "mined.jsonl"], "the corpus would be replaced"),
         (["--out", "pairs.tsv"], "written as .jsonl or .jsonl.gz"),
     ],
@@ -411,6 +410,22 @@ def test_bad_input_is_one_line(pairs, tmp_path, capsys, monkeypatch, arguments, 
     lines = [line for line in printed.err.splitlines() if line.startswith("anchor: ")]
     assert len(lines) == 1 and words in lines[0] and not printed.out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_corpus_may_be_a_table(pairs, tmp_path):
+    texts = ["A rope, to tie a knot.", "An anchor for a small boat, of steel."]
+    (tmp_path / "lines.txt").write_text("".join(f"{text}\n" for text in texts))
+    table = "".join(f'{number},"{text}"\n' for number, text in enumerate(texts))
+    (tmp_path / "table.csv").write_text("id,text\n" + table)
+    mined = [
+        mine_negatives(pairs, tmp_path / f"{name}.jsonl", corpus=tmp_path / name, progress=False)
+        for name in ("lines.txt", "table.csv")
+    ]
+    assert mined[0].out.read_bytes() == mined[1].out.read_bytes()
+    assert mined[0].card["corpus_texts"] == 2
+    (tmp_path / "table.csv").rename(tmp_path / "table.xml")
+    with pytest.raises(InputError, match=r"table.xml: unknown kind of file; texts are read from"):
+        mine_negatives(pairs, tmp_path / "x.jsonl", corpus=tmp_path / "table.xml", progress=False)
 
 
 def test_an_empty_name_is_one_line(tmp_path, capsys, monkeypatch):

@@ -287,11 +287,7 @@ def test_bootstrap_of_many_queries_needs_little_memory():
     rng = np.random.default_rng(0)
     a = rng.random(20_000)
     found = paired_bootstrap(a + 0.01, a, samples=200)
-    assert (
-        found.difference == pytest.approx(0.01)
-        and found.verdict == "ahead"
-        and found.p < 1e-6
-    )
+    assert found.difference == pytest.approx(0.01) and found.verdict == "ahead" and found.p < 1e-6
 
 
 def seeded_run(folder, name, seed, better, steps=4):

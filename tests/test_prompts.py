@@ -24,7 +24,11 @@ def place(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("place")
     rows = [
-        {"query": " ".join(WORDS[i : i + 5]), "positive": " ".join(WORDS[i + 5 : i + 17])}
+        {
+            "query": " ".join(WORDS[i : i + 5]),
+            "positive": " ".join(WORDS[i + 5 : i + 17]),
+            "dataset": ("pairs", "nq")[i % 4 // 2],
+        }
         for i in range(0, 80, 2)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -148,6 +152,18 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
     assert scores["tasks"]["Mine"]["instructions"] == {"both": ASKED[name]["Mine"][0]}
 
 
+def test_a_model_whose_data_had_no_instruction_is_asked_without(base, place, tmp_path):
+    """The table of the paper names none of one's own datasets."""
+    rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    own = "".join(json.dumps(row | {"dataset": "own"}) + "\n" for row in rows)
+    (tmp_path / "pairs.jsonl").write_text(own)
+    with pytest.warns(match="no instruction for own"):
+        assert main(train(base, tmp_path, tmp_path / "run", "paper")) == 0
+    saved = json.loads((tmp_path / "run" / "final" / SETTINGS_FILE).read_text())
+    assert saved["instructions"] == "none"
+    assert json.loads((tmp_path / "run" / "card.json").read_text())["instructions"] == "none"
+
+
 def test_a_model_that_says_nothing_gets_mtebs_instructions(base, place, asked, tmp_path, capsys):
     """A task of the user's own gets the instructions of its kind only on request."""
     words = ("eval", base, "--tasks-dir", place / "tasks", "--out", tmp_path)
@@ -198,7 +214,17 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_the_instructions_go_where_the_model_goes(runs, place, asked, tmp_path, name):
     """The prompts go into an export and its own folder, but not into what is trained on it."""
-    assert main(["export", str(runs / name), "--out", str(tmp_path / "exported")]) == 0
+    words = ["export", str(runs / name), "--out", str(tmp_path / "exported")]
+    assert main(words) == 0
+    prompts = json.loads((tmp_path / "exported" / "config_sentence_transformers.json").read_text())[
+        "prompts"
+    ]
+    query = {"none": "", "file": "Instruct: Find the next words\nQuery: "}[name]
+    assert prompts == {"query": query, "document": ""}
+    words[-1] = str(tmp_path / "chosen")
+    assert main([*words, "--instruction", "Find it"]) == 0
+    chosen = json.loads((tmp_path / "chosen" / "config_sentence_transformers.json").read_text())
+    assert chosen["prompts"]["query"] == "Instruct: Find it\nQuery: "
     (place / "own.csv").rename(place / "moved.csv")
     try:
         found = prompts_of(

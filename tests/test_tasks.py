@@ -252,7 +252,7 @@ FAULTS = {
     ),
     "only zeros": (
         "retrieval",
-        dict(corpus=DOCUMENTS, queries=QUERY, qrels="h\nq\td1\t0\n"),
+        dict(corpus=DOCUMENTS, queries=QUERY, qrels="query-id\tcorpus-id\tscore\nq\td1\t0\n"),
         "query 'q' has no relevant document",
     ),
     "unknown query": (

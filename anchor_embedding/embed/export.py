@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -144,6 +144,7 @@ QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that a
 
 def default_instructions(
     trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
+    datasets: Iterable[str] = (),  # that it was trained on, if they are known
 ) -> dict[str, str]:  # prompt name → instruction
     """What texts get in front of them, as in training. Raises `InputError` if the datasets of the
     training had different instructions, since none of them is then the one for all queries.
@@ -152,14 +153,17 @@ def default_instructions(
         return {"query": ""}
     if not isinstance(trained, Mapping):
         return {"query": QUERY_INSTRUCTION}
-    different = list(dict.fromkeys(one for choices in trained["table"].values() for one in choices))
+    names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
+    table = {name: choices for name, choices in trained["table"].items() if name in names}
+    table = table or trained["table"]
+    different = list(dict.fromkeys(one for choices in table.values() for one in choices))
     if len(different) > 1:
         raise InputError(
             f"the model was trained with {len(different)} instructions ({different[0]!r}, "
             f"{different[1]!r}, …); name the one for queries with --instruction, or "
             'instructions={"query": …} in Python'
         )
-    symmetric = {*trained["table"]} <= {*trained["symmetric"]}
+    symmetric = {*table} <= {*trained["symmetric"]}
     return {"query": different[0]} | ({"document": different[0]} if symmetric else {})
 
 
@@ -727,7 +731,8 @@ def export_embedder(
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
     instructions = dict(instructions or {})
     if "query" not in instructions:
-        instructions = default_instructions(embedder.instructions) | instructions
+        datasets = cards[-1].get("datasets", ()) if cards else ()
+        instructions = default_instructions(embedder.instructions, datasets) | instructions
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     card = model_card(
         embedder,
