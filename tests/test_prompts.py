@@ -157,8 +157,7 @@ def test_a_model_whose_data_had_no_instruction_is_asked_without(base, place, tmp
     rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     own = "".join(json.dumps(row | {"dataset": "own"}) + "\n" for row in rows)
     (tmp_path / "pairs.jsonl").write_text(own)
-    with pytest.warns(match="no instruction for own"):
-        assert main(train(base, tmp_path, tmp_path / "run", "paper")) == 0
+    assert main(train(base, tmp_path, tmp_path / "run", "paper")) == 0
     saved = json.loads((tmp_path / "run" / "final" / SETTINGS_FILE).read_text())
     assert saved["instructions"] == "none"
     assert json.loads((tmp_path / "run" / "card.json").read_text())["instructions"] == "none"
