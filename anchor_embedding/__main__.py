@@ -4,7 +4,7 @@ is every process of a launched run.
 
 import os
 
-from .cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     if "ANCHOR_LIFELINE" in os.environ:  # it was started by `launch`, and ends with it

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.provenance import device_name, source_commit
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 

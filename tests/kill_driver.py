@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 
 # what a run would import itself, imported before the processes of the tasks are forked
 for name in ("peft", "transformers.models.llama.modeling_llama", "anchor_embedding.train.stage"):

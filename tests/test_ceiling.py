@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example

@@ -17,7 +17,7 @@ import torch
 from notebook_checks import ROOT, find_notebooks
 
 from anchor_embedding import __version__
-from anchor_embedding.cli import _parser, _spread, main
+from anchor_embedding.cli.main import _parser, _spread, main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.corpus import Corpus
@@ -56,7 +56,7 @@ def command(*arguments, **options):
     """Runs `anchor …` in a separate process."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from anchor_embedding.cli import main; "
+        [sys.executable, "-c", "import sys; from anchor_embedding.cli.main import main; "
                                "sys.exit(main())", *map(str, arguments)],
         capture_output=True, text=True, env=environment, timeout=300, **options,
     )  # fmt: skip
@@ -814,9 +814,9 @@ def test_a_shorter_run_keeps_the_share_of_its_warm_up(capsys, base, pairs):
 def test_the_profiler_is_quiet_unless_it_is_asked_to_speak(chosen, quiet):
     code = """
 import os, sys
-from anchor_embedding import cli
+from anchor_embedding.cli.main import main
 assert "torch" not in sys.modules, "the level is read when torch is imported"
-cli.main(["recipes", "quickstart"])
+main(["recipes", "quickstart"])
 print(os.environ["KINETO_LOG_LEVEL"])
 import torch
 with torch.profiler.profile():
@@ -832,7 +832,7 @@ with torch.profiler.profile():
 
 
 def test_a_reader_that_closes_early_ends_a_command_quietly():
-    code = "import sys; from anchor_embedding.cli import main; sys.exit(main(['recipes']))"
+    code = "import sys; from anchor_embedding.cli.main import main; sys.exit(main(['recipes']))"
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -16,7 +16,7 @@ from anchor_embedding.embed.embedder import Embedder
 WORDS = PROSE.split()
 TRAIN = """
 import json, resource, sys
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 
 # the limit that plays the full disk is set when training writes its checkpoint of this step
 import anchor_embedding.train.loop as training
@@ -107,7 +107,7 @@ def test_full_disk_while_encoding(tmp_path):
     train(tmp_path, -1, 0)
     (tmp_path / "texts.txt").write_text("one text\n" * 500)
     code = (
-        "import resource, sys; from anchor_embedding.cli import main; "
+        "import resource, sys; from anchor_embedding.cli.main import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, -1)); sys.exit(main())"
     )
     words = ["encode", str(tmp_path / "run" / "final"), "--in", str(tmp_path / "texts.txt")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fuzz_inputs import RESULTS, all_cases, fault_of, workplace
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.corpus import Corpus

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
 from anchor_embedding.train import stage as training

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, Embedder
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.batches import Instructions, tokenize_batch
@@ -855,7 +855,7 @@ def test_the_command_with_shards(pairs, base, tmp_path, capsys):
 # Forks a process for each task; it dies at one of its file operations if the task says so.
 STARTS = """
 import json, os, shutil, signal, sys
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.embed import mining
 
 class SmallBlocks(mining.CosineScores):

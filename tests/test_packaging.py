@@ -161,7 +161,9 @@ def test_wheel_metadata(wheel):
     assert set(data.get_all("Provides-Extra")) == {"dev", "flash", "liger", "onnx", "ray", "search"}
     wanted = {line.replace(" ", "") for line in entries("requirements")}
     assert {line for line in data.get_all("Requires-Dist") if "extra" not in line} == wanted
-    assert "anchor = anchor_embedding.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert (
+        "anchor = anchor_embedding.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    )
     assert data.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
 
 
@@ -258,7 +260,7 @@ LIGHT = [
     "data.examples",
     "train.recipe",
     "evaluate.retrieval",
-    "cli",
+    "cli.main",
 ]
 
 

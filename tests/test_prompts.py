@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.embed.embedder import SETTINGS_FILE, Embedder
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_distributed import PAIRS, start
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example

@@ -13,7 +13,7 @@ import torch
 from serving_speed import OnnxEmbedder, least_cosine
 from transformers import AutoTokenizer
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed import onnx

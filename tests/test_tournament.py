@@ -8,7 +8,7 @@ import random
 import pytest
 from test_cli import failure
 
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.data.batches import BatchPlan

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import anchor_embedding.data.store as store_module
 import anchor_embedding.train.prepare as prepare_module
-from anchor_embedding.cli import main
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.examples import Example
