@@ -22,7 +22,7 @@ import numpy as np
 from ..common.errors import InputError
 from ..common.show import counted, rows_html
 from .examples import Example
-from .sources import BadRow, csv_rows
+from .rows import BadRow, csv_rows
 from ..model.text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/data/40_batches.ipynb #fa467da4

@@ -26,7 +26,8 @@ from anchor_embedding.data.examples import (
     fingerprint_line,
     raw_negatives,
 )
-from .sources import BadRow, Part, find_parts, not_read
+from .rows import BadRow
+from .sources import Part, find_parts, not_read
 from .store import LISTED, ExampleStore, counted_parts
 
 # %% ../../nbs/data/35_check.ipynb #da38a975

@@ -19,7 +19,7 @@ import numpy as np
 from ..common.errors import InputError
 from ..common.files import file_stamp, near_path
 from .examples import with_title
-from anchor_embedding.data.sources import (
+from anchor_embedding.data.rows import (
     BadRow,
     csv_rows,
     file_lines,

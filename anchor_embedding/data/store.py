@@ -27,8 +27,8 @@ from ..common.files import atomic_folder, cache_folder, file_stamp, locked
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
+from .rows import BadRow
 from anchor_embedding.data.sources import (
-    BadRow,
     find_parts,
     held_out_files,
     not_read,

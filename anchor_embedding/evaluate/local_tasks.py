@@ -27,7 +27,7 @@ from pydantic import (
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #39838381
 from ..common.errors import InputError
 from ..common.settings import first_fault
-from ..data.sources import BadRow, jsonl_rows, qrels_rows
+from ..data.rows import BadRow, jsonl_rows, qrels_rows
 from .tasks import expand_name, find_tasks, mteb_task, split_names
 from ..model.text import clean
 
