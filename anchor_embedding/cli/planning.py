@@ -28,7 +28,8 @@ def recipes_command(args: argparse.Namespace) -> None:
 # %% ../../nbs/cli/30_planning.ipynb #c30005
 def plan_command(args: argparse.Namespace) -> None:
     "Estimate what a recipe needs before it runs: parameters, memory, tokens, FLOPs, hours."
-    from anchor_embedding.train.plan import Plan, basis, plan
+    from anchor_embedding.train.inputs import basis
+    from anchor_embedding.train.plan import Plan, plan
     from anchor_embedding.train.recipe_files import load_recipe
 
     settings = settings_of(args)

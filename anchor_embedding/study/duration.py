@@ -19,8 +19,8 @@ from ..data.examples import Example
 from ..embed.embedder import Embedder
 from ..model.shape import ModelShape
 from ..train.cost import forward_flops, pair_tokens, step_flops
+from ..train.inputs import lengths_of
 from ..train.pipeline import Pipeline
-from ..train.plan import lengths_of
 from ..train.prepare import fit_to_device
 from ..train.recipe import Recipe
 from ..train.runs import RunFolder

@@ -35,13 +35,8 @@ from anchor_embedding.study.arms import (
     run_arms,
     seed_numbers,
 )
-from anchor_embedding.study.report import (
-    findings,
-    headline,
-    html_report,
-    read_metrics,
-    results_table,
-)
+from .page import html_report
+from .report import findings, headline, read_metrics, results_table
 from ..train.pipeline import Pipeline
 from ..train.prepare import batch_plan, find_instructions, prepare_tokenizer
 from ..train.recipe_files import load_recipe
