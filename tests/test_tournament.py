@@ -15,15 +15,10 @@ from anchor_embedding.data.batches import BatchPlan
 from anchor_embedding.data.examples import Example
 from anchor_embedding.evaluate.heldout import SplitPairs
 from anchor_embedding.evaluate.significance import paired_bootstrap
+from anchor_embedding.study.budget import contestants, entrants_of, spend
 from anchor_embedding.study.calibration import against_itself, same_method_runs
 from anchor_embedding.study.report import seed_figures
-from anchor_embedding.study.tournament import (
-    contestants,
-    differences,
-    entrants_of,
-    spend,
-    tournament,
-)
+from anchor_embedding.study.tournament import differences, tournament
 from anchor_embedding.train.pipeline import from_toml
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.runs import read_log
