@@ -192,20 +192,21 @@ def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Te
     return decoder(CausalDecoder.encode, pack(ids, decoder.device), embedder.pooling)
 
 # %% ../../nbs/embed/10_embedder.ipynb #fe98a123
-_EVALUATING = WeakKeyDictionary()  # decoder → threads that use it, and whether it was in training
+_EVALUATING = WeakKeyDictionary()  # decoder → threads that use it, and modules that were in training
 _LOCK = threading.Lock()
 
 
 @contextmanager
 def evaluating(decoder: CausalDecoder):
     """Context without dropout, which several threads may enter at a time; when the last one leaves,
-    the model is in training again if it was before.
+    those modules are in training again that were before.
     """
     with _LOCK:
-        threads, training = _EVALUATING.get(decoder, (0, decoder.training))
-        _EVALUATING[decoder] = threads + 1, training
+        threads, training = _EVALUATING.get(decoder, (0, None))
         if not threads:
+            training = [module for module in decoder.modules() if module.training]
             decoder.eval()
+        _EVALUATING[decoder] = threads + 1, training
     try:
         yield
     finally:
@@ -213,8 +214,9 @@ def evaluating(decoder: CausalDecoder):
             threads, training = _EVALUATING.pop(decoder)
             if threads > 1:
                 _EVALUATING[decoder] = threads - 1, training
-            elif training:
-                decoder.train()
+            else:
+                for module in training:
+                    module.training = True
 
 # %% ../../nbs/embed/10_embedder.ipynb #30456234
 def one_for_each(

@@ -9,9 +9,7 @@ __all__ = ['PAGE', 'inline_svg', 'results_html', 'stages_html', 'card_html', 'su
 # %% ../../nbs/study/25_page.ipynb #9a6e0003
 import contextlib
 import io
-import json
 import re
-from pathlib import Path
 
 import pandas as pd
 from markupsafe import Markup, escape

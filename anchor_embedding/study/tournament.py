@@ -9,7 +9,6 @@ __all__ = ['REFERENCES', 'enter', 'check_request', 'enter_seeds', 'course', 'tou
 # %% ../../nbs/study/60_tournament.ipynb #36beccb3
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -59,7 +58,6 @@ from .report import read_metrics, results_table, seed_figures
 from ..train.inputs import measured_lengths
 from ..train.pipeline import Pipeline
 from ..train.recipe import Recipe
-from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/60_tournament.ipynb #5939ff5b
 def enter(

@@ -6,7 +6,6 @@
 __all__ = ['find_shape', 'sampled_rows', 'measured_lengths', 'lengths_of', 'lengths_at_hand', 'basis']
 
 # %% ../../nbs/train/19_inputs.ipynb #1e490003
-import json
 import math
 import random
 import warnings
@@ -18,7 +17,6 @@ from ..common.errors import InputError
 from ..common.files import cache_folder
 from ..common.settings import closest
 from ..model.shape import ModelShape, known_configs, read_shape, shape_from_config
-from .cost import pair_tokens
 from .recipe import Recipe
 from .recipe_files import load_recipe, shipped_recipes
 

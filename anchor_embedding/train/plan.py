@@ -10,7 +10,6 @@ __all__ = ['GPUS', 'FLOAT32', 'SHARE_OF_PEAK', 'remedy', 'Plan', 'disk_bytes', '
 import html
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -31,7 +30,7 @@ from anchor_embedding.train.cost import (
 from .inputs import find_shape, lengths_at_hand
 from .pipeline import Pipeline
 from .recipe import Recipe
-from .recipe_files import load_recipe, shipped_recipes
+from .recipe_files import load_recipe
 
 # %% ../../nbs/train/20_plan.ipynb #fbe7cbe6
 GPUS = {  # kind → (dense bfloat16 operations per second, bytes of memory)
