@@ -24,6 +24,7 @@ from anchor_embedding.embed.corpus import Corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.study.budget import contestants
 from anchor_embedding.train import recipe_files
 
 WORDS = PROSE.split()
@@ -842,3 +843,22 @@ def test_a_reader_that_closes_early_ends_a_command_quietly():
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def printed_commands(name):
+    """The commands `anchor NAME …` that pages and README print, as lists of words."""
+    texts = [(ROOT / "README.md").read_text("utf-8")]
+    for path in find_notebooks(ROOT / "nbs"):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        texts += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    joined = [text.replace("\\\n", " ") for text in texts]
+    lines = [line.partition("#")[0] for text in joined for line in text.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith(f"anchor {name} ")]
+
+
+def test_every_printed_tournament_can_begin():
+    commands = printed_commands("tournament")
+    assert len(commands) > 1
+    for words in commands:
+        args = _parser().parse_args(_spread(words))
+        assert contestants(args.recipes, args.set), words
