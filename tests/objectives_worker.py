@@ -59,6 +59,8 @@ CASES = {
     "refined": Refinement(refine_steps=2, temperature=0.05, token_budget=150),
     # the last micro-batch of every process has nothing to decode
     "silent": Reconstruction(token_budget=40),
+    # the second process has nothing to decode
+    "one_silent": Reconstruction(token_budget=40),
 }
 HEADS = ("tied", "untied")
 GAINS = {  # objective, pairs of the global batch
@@ -93,15 +95,25 @@ def make_batch() -> TokenBatch:
     )
 
 
-def silenced(batch: TokenBatch) -> TokenBatch:
-    """The second half of the pairs has empty texts."""
+def batch_of(case: str) -> TokenBatch:
+    """The batch of a case: in two of them some texts are empty, of every process, or of the second
+    process alone.
+    """
+    batch = make_batch()
+    if case == "silent":
+        return silenced(batch, range(len(batch) // 2, len(batch)))
+    return silenced(batch, range(1, len(batch), 2)) if case == "one_silent" else batch
+
+
+def silenced(batch: TokenBatch, rows: range) -> TokenBatch:
+    """Some pairs have empty texts."""
 
     def mute(text):
         return TokenizedText(text.ids[: text.start] + text.ids[text.stop :], text.start, text.start)
 
-    half = len(batch) // 2
     sides = (
-        [*texts[:half], *map(mute, texts[half:])] for texts in (batch.queries, batch.positives)
+        [mute(text) if row in rows else text for row, text in enumerate(texts)]
+        for texts in (batch.queries, batch.positives)
     )
     return TokenBatch(*sides, batch.negatives)
 
@@ -126,7 +138,7 @@ def gradients(
     model = shard(decoder, torch.float32) if sharded else accelerator.prepare_model(decoder)
     for _ in range(2):
         model.zero_grad()
-        terms = objective.step(model, silenced(batch) if case == "silent" else batch, accelerator)
+        terms = objective.step(model, batch, accelerator)
     return terms, whole_tensors(
         {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
     )
@@ -149,8 +161,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     rank = accelerator.process_index
     world = accelerator.num_processes
-    batch = make_batch()
     for case, head, sharded in itertools.product(CASES, HEADS, (False, True)):
+        batch = batch_of(case)
         terms, found = gradients(
             case, head, batch.take(range(rank, len(batch), world)), accelerator, sharded
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from objectives_worker import CASES, GAINS, HEADS, gain, gradients, make_batch
+from objectives_worker import CASES, GAINS, HEADS, batch_of, gain, gradients, make_batch
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.thorough
@@ -53,7 +53,7 @@ def test_the_cases_differ_in_micro_batches():
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_equal_one_process(folder, case, head, sharding):
-    batch = make_batch()
+    batch = batch_of(case)
     # its mean of means depends on which pairs share a micro-batch, so compare those of one process
     if case == "released":
         batch = batch.take(

@@ -1,5 +1,6 @@
 """Faults that once passed every test: each has its own test here."""
 
+import copy
 import itertools
 import json
 import os
@@ -19,11 +20,16 @@ import anchor_embedding.train.prepare as prepare_module
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
+from anchor_embedding.model.loading import load_decoder
+from anchor_embedding.model.text import TextTokenizer, make_template
+from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
 from anchor_embedding.objectives.reconstruction import Reconstruction
+from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.train.loop import learning_rate
 from anchor_embedding.train.prepare import make_data, prepare_embedder, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
@@ -436,3 +442,151 @@ def test_a_run_that_goes_on_with_other_products_says_so(
     starts = json.loads((tmp_path / "run" / "card.json").read_text())["starts"]
     assert [start["dtype"] for start in starts] == ["torch.bfloat16", "torch.float32"]
     assert [line for line in said if "in bfloat16 before step 3" in line]
+
+
+# ---- settings and models at the edge
+
+
+def saved_base(folder, model, kind="smollm2"):
+    model.save_pretrained(folder)
+    tiny_tokenizer(kind).save_pretrained(folder)
+    return str(folder)
+
+
+def some_pairs(number, dataset="a"):
+    return [Example(f"who holds {i}", f"the anchor {i} holds", (), dataset) for i in range(number)]
+
+
+def batch_of(tokenizer, examples):
+    return tokenize_batch(examples, tokenizer, Instructions.none(), hard_negatives=0)
+
+
+def test_a_teacher_needs_a_head_and_may_have_more_rows(tmp_path):
+    tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), "plain", max_length=64)
+    student = load_decoder(saved_base(tmp_path / "student", tiny_model("llama")))
+    headless = saved_base(tmp_path / "headless", tiny_model("llama", tied=False, seed=1).model)
+    without = DistilledReconstruction(teacher=headless, teacher_weight=1.0).prepared(tokenizer)
+    with pytest.raises(InputError, match=r"`teacher` = .*headless.* needs a vocabulary head"):
+        without.check_context(student, tokenizer)
+    rows = len(student.head.weight)
+    model = tiny_model("llama", seed=1)
+    padded = copy.deepcopy(model)
+    padded.resize_token_embeddings(rows + 28, mean_resizing=False)
+    losses = []
+    for name, teacher in (("same", model), ("padded", padded)):
+        folder = saved_base(tmp_path / name, teacher)
+        objective = DistilledReconstruction(teacher=folder, teacher_weight=1.0).prepared(tokenizer)
+        objective.check_context(student, tokenizer)
+        losses.append(objective.loss(student, batch_of(tokenizer, some_pairs(4)))["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 0.01])
+def test_targets_that_weigh_little_are_a_mean_all_the_same(weight, tmp_path):
+    tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), "plain", max_length=64)
+    decoder = load_decoder(saved_base(tmp_path / "base", tiny_model("llama")))
+    batch = batch_of(tokenizer, [Example("yes", "no")] * 4)
+    plain = Reconstruction().prepared(tokenizer)
+    weighted = replace(plain, first_tokens=8, first_weight=weight)
+    expected = plain.loss(decoder, batch)
+    assert weighted.loss(decoder, batch) == pytest.approx(expected, rel=1e-5)
+    assert weighted.part_loss(decoder, batch).item() == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_target_with_its_eos_must_fit_the_context(tmp_path):
+    base = saved_base(tmp_path / "base", tiny_model("llama", max_position_embeddings=40), "qwen2")
+    pairs = [Example("who", "the anchor holds the ship " * 12)] * 8
+    settings = {"template": "plain", "max_length": 40, "token_budget": 100_000}
+    fits = small(base, "given", **settings)
+    train(fits, tmp_path / "fits", pairs, progress=False, say=quiet)
+    with pytest.raises(InputError, match=r"decoding a text of max_length = 40 needs 41 positions"):
+        recipe = fits.replace(predict_eos=True)
+        train(recipe, tmp_path / "longer", pairs, progress=False, say=quiet)
+
+
+def test_a_gain_is_measured_with_any_micro_batch(tmp_path):
+    base = saved_base(tmp_path / "base", tiny_model("llama"), "llama3")
+    recipe = small(base, "given", objective="released", template="released", micro_batch_size=4)
+    recipe = recipe.replace(anchor_gain_every=1, steps=2)
+    train(recipe, tmp_path / "run", some_pairs(21), progress=False, say=quiet)
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    assert card["watched"].startswith("5 pairs") and "anchor_gain_q2d" in lines[0]
+
+
+def test_released_names_a_missing_eos_and_takes_an_empty_text(tmp_path):
+    hub = tiny_tokenizer("smollm2")
+    tokenizer = TextTokenizer(hub, "plain", max_length=64)
+    decoder = load_decoder(saved_base(tmp_path / "base", tiny_model("llama")))
+    objective = ReleasedReconstruction(micro_batch_size=1).prepared(tokenizer)
+    terms = objective.loss(decoder, batch_of(tokenizer, [Example("", ""), *some_pairs(1)]))
+    assert np.isfinite([*terms.values()]).all()
+    named = TextTokenizer(hub, "plain", 64, hub.eos_token)
+    hub.eos_token = None
+    with pytest.raises(InputError, match="pads with the EOS of the tokenizer"):
+        ReleasedReconstruction().prepared(named)
+
+
+def test_tokens_beyond_the_rows_of_the_model_are_refused(tmp_path):
+    base = tmp_path / "base"
+    tiny_model("llama").save_pretrained(base)
+    hub = tiny_tokenizer("smollm2")
+    hub.add_special_tokens({"pad_token": "<|pad|>"})  # never made from a text
+    hub.save_pretrained(base)
+    recipe = small(base, "given")
+    train(recipe, tmp_path / "padding", some_pairs(8), progress=False, say=quiet)
+    hub.add_tokens(["anchorholds"])
+    hub.save_pretrained(base)
+    with pytest.raises(InputError, match=r"the token 'anchorholds' with id 421.* has 420 embed"):
+        train(recipe, tmp_path / "more", some_pairs(8), progress=False, say=quiet)
+
+
+PHI = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
+    "{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+OLMO = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+)
+
+
+def test_a_chat_template_that_ends_the_talk_with_eos_is_a_chat_template():
+    hub = tiny_tokenizer("llama3")
+    hub.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
+    hub.chat_template = PHI
+    hub.name_or_path = "x/phi-instruct"
+    template = make_template(hub, "auto")
+    assert template.style == "chat" and hub.decode([template.eos_id]) == "<|end|>"
+    assert "<|user|>" in hub.decode(template.header)
+    hub = tiny_tokenizer("smollm2")
+    hub.bos_token = hub.eos_token
+    hub.chat_template = OLMO
+    hub.name_or_path = "x/olmo-instruct"
+    with pytest.raises(InputError, match=r"with eos_token=…, or template 'plain'"):
+        make_template(hub, "auto")
+    assert make_template(hub, "plain").style == "plain"
+
+
+def test_two_instructions_alternate_within_their_dataset(base):
+    """Whatever other datasets stand between the rows."""
+    examples = [Example(f"q{i}", f"d{i}", (), ("nq", "allnli")[i % 2]) for i in range(32)]
+    recipe = small(base, "given", objective="contrastive", instructions="paper", batch_size=16)
+    recipe = recipe.replace(max_length=200)
+    data = make_data(recipe, prepare_tokenizer(recipe, recipe.base), examples)
+    step = next(step for step in range(2) if data.plan.dataset(step) == "allnli")
+    queries = [data.tokenizer.tokenizer.decode(text.ids) for text in data.batch(step).queries]
+    similar = sum("semantically similar" in query for query in queries)
+    assert (similar, len(queries)) == (8, 16)
+
+
+def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
+    read = small(base, pairs, objective="mntp", attention="bidirectional", pooling="mean")
+    train(read, tmp_path / "mntp", progress=False, say=quiet)
+    said = []
+    following = small(tmp_path / "mntp" / "final", pairs, objective="contrastive")
+    train(following, tmp_path / "next", progress=False, say=said.append)
+    notes = [line for line in said if line.startswith("note: the base was trained with")]
+    assert [note.split(" = ")[0].rsplit(" ", 1)[1] for note in notes] == ["attention", "pooling"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from objectives_worker import CASES, make_batch, silenced
+from objectives_worker import CASES, batch_of
 from torch.overrides import TorchFunctionMode
 
 from anchor_embedding.common.tiny import tiny_model
@@ -84,7 +84,7 @@ def prepared(case, device="cpu"):
     decoder = CausalDecoder(tiny_model("llama", tied=False)).to(device).train()
     decoder.model.set_attn_implementation(ATTENTION)
     set_attention(decoder, "bidirectional" if case == "mntp" else "causal")
-    return decoder, silenced(make_batch()) if case == "silent" else make_batch(), CASES[case]
+    return decoder, batch_of(case), CASES[case]
 
 
 def test_the_watch_sees_what_waits():

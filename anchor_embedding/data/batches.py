@@ -188,7 +188,7 @@ class Instructions:
     def for_example(
         self,
         dataset: str,
-        row: int,  # index of the row; its parity chooses between two instructions
+        row: int,  # place in the dataset; its parity chooses between two instructions
     ) -> tuple[str | None, str | None]:  # of the query, of the positive
         "The instructions of one row; (None, None) for a dataset without instructions."
         whole, half = re.fullmatch(r"(.*?)(?:_split([12]))?", dataset, re.DOTALL).groups()
@@ -364,15 +364,17 @@ def tokenize_batch(
     # the rows of `examples` that make the batch, in this order; None: all
     indices: Iterable[int] | None = None,
     hard_negatives: int = 1,  # take at most this many negatives of each example; 0: none
+    # the place of each row among those of its dataset; None: its index in `examples`
+    ranks: Sequence[int] | None = None,
 ) -> TokenBatch:
     """Tokenise a batch with one tokenizer call. An example's instruction depends on its dataset and
-    its index.
+    its place there.
     """
     indices = list(range(len(examples)) if indices is None else indices)
     chosen = [examples[index] for index in indices]
     with_instructions = [
-        instructions.for_example(example.dataset, index)
-        for example, index in zip(chosen, indices, strict=True)
+        instructions.for_example(example.dataset, rank)
+        for example, rank in zip(chosen, indices if ranks is None else ranks, strict=True)
     ]
     negatives = [example.negatives[:hard_negatives] for example in chosen]
     texts = (

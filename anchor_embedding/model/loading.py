@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_BFLOAT16', 'choose_device', 'find_device', 'choose_dtype', 'keep_freed_memory', 'return_freed_memory',
-           'busy_note', 'free_memory', 'check_report', 'load_causal_lm', 'check_head', 'load_adapter', 'load_tokenizer',
-           'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
+           'busy_note', 'free_memory', 'check_report', 'load_causal_lm', 'check_head', 'check_vocabulary',
+           'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora',
+           'halve_frozen', 'merge_lora']
 
 # %% ../../nbs/model/55_loading.ipynb #58c54d7b
 import ctypes
@@ -268,6 +269,24 @@ def check_head(decoder: CausalDecoder, what: str) -> None:
         raise InputError(
             f"{what} needs a vocabulary head, but {type(decoder.causal_lm).__name__} "
             "was saved without one; take its causal LM"
+        )
+
+
+def check_vocabulary(decoder: CausalDecoder, tokenizer, what: str) -> None:
+    """Raise `InputError` if the tokenizer (a `TextTokenizer`) makes ids that the model has no
+    embedding for, as after adding tokens without resizing the model.
+    """
+    rows = len(decoder.causal_lm.get_input_embeddings().weight)
+    hub = tokenizer.tokenizer
+    template = tokenizer.template
+    around = {*template.header, *template.footer, template.eos_id}
+    unused = {*hub.all_special_ids} - around  # never made from a text, such as padding
+    beyond = [(i, token) for token, i in hub.get_vocab().items() if i >= rows and i not in unused]
+    if beyond:
+        i, token = min(beyond)
+        raise InputError(
+            f"{what}: its tokenizer has the token {token!r} with id {i}, but its model has {rows} "
+            "embeddings; resize the model, or take the tokenizer that it was trained with"
         )
 
 

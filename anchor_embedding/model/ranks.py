@@ -95,8 +95,8 @@ def shard(
     if dtype != decoder.head.weight.dtype:
         lower = {"param_dtype": dtype, "reduce_dtype": torch.float32}
     for layer in decoder.causal_lm.get_decoder().layers:
-        if lower:
-            fully_shard(norms_of(layer), mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        if lower and (norms := norms_of(layer)):  # OLMo's have no weights
+            fully_shard(norms, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(**lower, cast_forward_inputs=False))
     return fully_shard(decoder, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
 

@@ -161,7 +161,9 @@ def _user_turn(tokenizer):
         return None
     between, closing = long.split(_ANSWER)[1].split(_NEXT)
     ending = short.split(_ANSWER)[1]
-    if not between.startswith(ending):
+    if not between.startswith(ending):  # some end the whole talk with EOS, as Phi-3 does
+        ending = ending.removesuffix(tokenizer.eos_token or "")
+    if not ending or not between.startswith(ending):
         return None
     opening = between[len(ending) :].lstrip()
     bos = tokenizer.bos_token
@@ -273,7 +275,7 @@ def make_template(
         token = tokenizer.convert_ids_to_tokens(template.eos_id)
         raise InputError(
             f"the EOS token {token!r} also comes before every text: name "
-            "another token with eos_token=…"
+            "another token with eos_token=…, or template 'plain'"
         )
     return template
 

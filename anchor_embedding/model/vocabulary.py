@@ -158,7 +158,7 @@ def bag_loss(
 def taught_loss(
     decoder: CausalDecoder,
     states: torch.Tensor,  # (N, d), each predicting one token
-    teacher: CausalDecoder,  # with the same vocabulary; gets no gradient
+    teacher: CausalDecoder,  # with the same tokens; gets no gradient
     teacher_states: torch.Tensor,  # (N, d'), the teacher's states for the same tokens
 ) -> torch.Tensor:  # scalar float32, nats
     """Sum over N tokens of the cross-entropy between the teacher's distribution and the decoder's;
@@ -166,11 +166,14 @@ def taught_loss(
     """
     rows = max(1, CHUNK_LOGITS // len(decoder.head.weight))
 
+    # vocabularies are padded to round numbers, which may differ; no token has a row beyond both
+    both = min(len(decoder.head.weight), len(teacher.head.weight))
+
     def of_rows(states, teacher_states):
         with torch.no_grad():
             target = teacher.logits(teacher_states.to(teacher.head.weight.dtype)).float()
-            target = target.softmax(-1)
-        return -(target * decoder.logits(states).float().log_softmax(-1)).sum()
+            target = target[..., :both].softmax(-1)
+        return -(target * decoder.logits(states).float().log_softmax(-1)[..., :both]).sum()
 
     total = states.new_zeros((), dtype=torch.float32)
     for parts in zip(states.split(rows), teacher_states.split(rows), strict=True):

@@ -21,7 +21,12 @@ from ..common.settings import Share, given
 from ..data.batches import TokenBatch
 from ..model.base import resolve_base
 from ..model.decoder import CausalDecoder, check_positions
-from ..model.loading import load_decoder, load_tokenizer
+from anchor_embedding.model.loading import (
+    check_head,
+    check_vocabulary,
+    load_decoder,
+    load_tokenizer,
+)
 from ..model.text import TextTokenizer
 from ..model.vocabulary import taught_loss, vocabulary_loss
 from .ceiling import last_states, separator_ids
@@ -89,9 +94,12 @@ class DistilledReconstruction(Reconstruction):
 
     def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
         "See `Objective.check_context`: the teacher reads both texts."
+        super().check_context(decoder, tokenizer)
         if not self.teacher_weight:
             return
         teacher = self.loaded(decoder)
+        check_head(teacher, f"`teacher` = {self.teacher!r}")
+        check_vocabulary(teacher, tokenizer, f"`teacher` = {self.teacher!r}")
         target = min(tokenizer.room + self.predict_eos, self.target_tokens or tokenizer.max_length)
         longest = len(self.before) + tokenizer.room + len(self.between) + target - 1
         what = f"for the teacher, two texts of max_length = {tokenizer.max_length}"
@@ -133,7 +141,7 @@ class DistilledReconstruction(Reconstruction):
         bodies = self.bodies(batch, directions)
         counts = [sum(map(len, direction)) for direction in bodies]
         if not sum(counts):
-            return no_targets(decoder, anchors).expand(len(counts))
+            return no_targets(decoder, anchors, self.before).expand(len(counts))
         flat = [body for direction in bodies for body in direction]
         eos_id = self.end_of(batch.queries[0])
         states, targets = decode_states(

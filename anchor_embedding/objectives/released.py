@@ -21,7 +21,7 @@ from ..model.ranks import global_sum, sync_gradients
 from ..model.text import TextTokenizer, TokenizedText
 from ..model.vocabulary import vocabulary_loss
 from .objective import DIRECTIONS, PairTokens, TextLengths
-from .reconstruction import Anchored, named_terms
+from .reconstruction import Anchored, divisors, named_terms
 
 # %% ../../nbs/objectives/22_released.ipynb #d98b7651
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,11 @@ class ReleasedReconstruction(Anchored):
 
     def prepared(self, tokenizer: TextTokenizer) -> "ReleasedReconstruction":
         "The same objective with the tokenizer's own EOS, which the released code pads with."
+        if tokenizer.tokenizer.eos_token_id is None:
+            raise InputError(
+                "`objective` = 'released' pads with the EOS of the tokenizer, and this one has none; "
+                "set its eos_token, or take `objective` = 'reconstruction'"
+            )
         return replace(self, eos_id=tokenizer.tokenizer.eos_token_id)
 
     def weights(self) -> dict[str, float]:
@@ -95,6 +100,11 @@ class ReleasedReconstruction(Anchored):
                 f"`micro_batch_size` = {size}: must divide the {len(batch)} pairs of a process, or "
                 "the smaller last micro-batch would count as much as the others"
             )
+        return self.measured_parts(model, batch)
+
+    def measured_parts(self, model, batch: TokenBatch) -> list[TokenBatch]:
+        "See `Anchored.measured_parts`: the last part may be smaller."
+        size = self.micro_batch_size or len(batch)
         rows = range(len(batch))
         return [batch.take(rows[start : start + size]) for start in rows[::size]]
 
@@ -130,7 +140,7 @@ class ReleasedReconstruction(Anchored):
         names = list(DIRECTIONS)
         counts = [sum(map(len, bodies)) for bodies in self.bodies(part, names)]
         sums = self.decode(decoder, self.encode(decoder, part, names), part, names)
-        return sums / torch.tensor(counts).to(sums.device, non_blocking=True)
+        return sums / divisors(torch.tensor(counts).to(sums.device, non_blocking=True))
 
     def weighted(self, means: torch.Tensor) -> torch.Tensor:
         "The loss from the means of the two directions."

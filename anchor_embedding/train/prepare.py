@@ -49,6 +49,7 @@ from ..model.decoder import CausalDecoder, check_positions
 from anchor_embedding.model.loading import (
     add_lora,
     check_head,
+    check_vocabulary,
     checkpoint_activations,
     choose_dtype,
     compile_layers,
@@ -125,9 +126,16 @@ class TrainingData:
         pairs are not exchanged.
         """
 
+        of_dataset = self.plan.rows[self.plan.dataset(step)]
+
         def tokenized(rows):
             return tokenize_batch(
-                self.examples, self.tokenizer, self.instructions, rows, self.hard_negatives
+                self.examples,
+                self.tokenizer,
+                self.instructions,
+                rows,
+                self.hard_negatives,
+                np.searchsorted(of_dataset, rows).tolist(),
             )
 
         rows = self.plan.step(step)
@@ -455,13 +463,17 @@ def prepare_embedder(
     }
     if revision:
         card["base_revision"] = revision
-    elif base.source == base.path and Path(base.path).exists():  # "models/base" may later look like a name on the hub
+    elif (
+        base.source == base.path and Path(base.path).exists()
+    ):  # "models/base" may later look like a name on the hub
         card["base_folder"] = str(Path(base.path).resolve())
     for setting, name in recipe.objective.models().items():
         path = resolve_base(name, say).path
         own = weights_digest(path) + files_digest(path)
         card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
+    check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
+    _note_other_reading(recipe, base.path, say)
     instructions = instructions_record(recipe.instructions, datasets)
     card["instructions"] = instructions
     return Embedder(
@@ -469,6 +481,17 @@ def prepare_embedder(
     ), card
 
 # %% ../../nbs/train/35_prepare.ipynb #c443dce8
+def _note_other_reading(recipe: Recipe, base: str, say) -> None:
+    "Say that a base made here was trained to be read in another way than this recipe reads it."
+    saved = read_settings(base)
+    for name in ("attention", "pooling"):
+        if saved.get(name, getattr(recipe, name)) != getattr(recipe, name):
+            say(
+                f"note: the base was trained with {name} = {saved[name]!r}, and this recipe has "
+                f"{getattr(recipe, name)!r}; set {name} to keep it"
+            )
+
+
 def _add_pause_tokens(decoder, recipe: Recipe, steps: int, start, base: str, say) -> None:
     "Pause tokens from a checkpoint, from the base if it has as many, or else new ones."
     saved = read_settings(base).get("soft_tokens")
