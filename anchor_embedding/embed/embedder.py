@@ -255,7 +255,7 @@ def encode_texts(
         return encode_texts(
             embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps
         )[0]
-    if isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
+    if texts is None or isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
         raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")

@@ -245,7 +245,7 @@ def _write_weights(
     if adapter and not has_adapter:
         raise InputError(
             f"{source or embedder} has no adapter (a finished run merges it): export it merged, "
-            "or export a checkpoint"
+            "or export a checkpoint (RUN/step-…; --set checkpoint_every=STEPS keeps some)"
         )
     if adapter and source:
         for name in _ADAPTER:

@@ -26,7 +26,7 @@ from ..common.provenance import find_cards
 from ..embed.embedder import Embedder, read_settings
 from ..embed.encoders import encode_on, model_revision, replicate
 from .prompts import PromptStyle, choose_style
-from .tasks import training_tasks
+from .tasks import mteb_task, training_tasks
 from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #26d44c04
@@ -185,7 +185,9 @@ class MtebEncoder:
 def trained_on(
     model: str | os.PathLike,  # a run, a checkpoint, a pipeline's arm
 ) -> set[str] | None:  # mteb's names of the tasks; None = unknown
-    "The tasks whose training data a model has seen in any of its stages."
+    """The tasks whose training data a model has seen in any of its stages; unknown if a dataset is
+    neither of the paper's nor called like a task of mteb.
+    """
     names = set()
     for card in find_cards(Path(model)):
         datasets = card.get("datasets", card["recipe"]["data"])
@@ -198,6 +200,9 @@ def trained_on(
         return None
     # a dump of the paper's data has two halves of some sets
     names = {re.sub(r"_split[12]$", "", name) for name in names}
+    known = training_tasks().keys() | {"docstrings"}
+    if any(name not in known and mteb_task(name) is None for name in names):
+        return None  # pairs of one's own may be anything, also those of a task
     return {task for name in names for task in training_tasks().get(name, [name])}
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #f74d803e

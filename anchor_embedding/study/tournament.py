@@ -311,8 +311,8 @@ def against_first(report: dict) -> dict[str, Difference]:
 
 
 def standings(report: dict) -> pd.DataFrame:
-    """Untouched model, BM25 and contestants: held-out retrieval, cost, and the difference in nDCG@10
-    from the first contestant.
+    """Untouched model, BM25 and contestants: held-out retrieval, cost, the difference in nDCG@10
+    from the first contestant, and the last scores on tasks.
     """
     table = results_table(report)
     first = next(iter(report["arms"]))
@@ -331,6 +331,12 @@ def standings(report: dict) -> pd.DataFrame:
         "seconds": {name: f"{spent['seconds']:.0f}" for name, spent in report["spent"].items()},
         f"against {first}": {name: shown(d) for name, d in against_first(report).items()},
     }
+    last = {"base": report["base"]} | {
+        name: curve[-1] for name, curve in report["arms"].items() if curve
+    }
+    tasks = {name: row.get("tasks", {}) for name, row in last.items()}
+    for task in dict.fromkeys(task for of_arm in tasks.values() for task in of_arm):
+        cells[task] = {name: f"{of[task]:.3f}" for name, of in tasks.items() if task in of}
     for column, values in cells.items():
         table[column] = [values.get(name, "–") for name in names]
     table.index = [LABELS[name] if name in ("base", "bm25") else name for name in names]

@@ -188,7 +188,8 @@ def plan_rows(plan: Plan) -> dict[str, str]:  # question → answer
         f"{_short(step * recipe.steps)} in {recipe.steps:,} steps",
         "operations": f"{_short(flops)}FLOP a step, {_short(flops * recipe.steps)}FLOP in all",
         **({"chosen": plan.chosen} if plan.chosen else {}),
-        "memory, GB": f"{sum(parts.values()) / 1e9:.1f} a GPU: " + ", ".join(gigabytes.values()),
+        "memory, GB": f"{sum(parts.values()) / 1e9:.1f} a GPU"
+        + (f": {', '.join(gigabytes.values())}" if gigabytes else ""),
         "hours": ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in plan.hours.items())
         + f" (estimate: {share} % of peak)",
         "disk, GB": f"{disk['all'] / 1e9:.1f}: result {disk['result'] / 1e9:.1f}, a checkpoint "
