@@ -26,7 +26,7 @@ from anchor_embedding.data.examples import (
     fingerprint_line,
     raw_negatives,
 )
-from .rows import BadRow
+from .rows import BadRow, is_read
 from .sources import Part, find_parts, not_read
 from .store import LISTED, ExampleStore, counted_parts
 
@@ -104,9 +104,11 @@ def _figures(tally):
     }
 
 # %% ../../nbs/data/35_check.ipynb #5e9e6ff8
-def _check_part(part: Part, tallies: dict, bad: list[str], opened, measure) -> int:
-    """Count the rows of a part in `tallies`, collect messages about bad rows in `bad`, and return
-    the number of bad rows.
+def _check_part(
+    part: Part, tallies: dict, bad: list[str], ignored: set[str], opened, measure
+) -> int:
+    """Count the rows of a part in `tallies`, collect messages about bad rows in `bad` and the names
+    of fields that are not read in `ignored`, and return the number of bad rows.
     """
     bad_rows = 0
 
@@ -125,6 +127,7 @@ def _check_part(part: Part, tallies: dict, bad: list[str], opened, measure) -> i
         for where, row in part.rows(opened):
             empty = False
             if isinstance(row, dict):
+                ignored.update(field for field in map(str, row) if not is_read(field))
                 name = row.get("dataset")
                 tally(name if isinstance(name, str) and name else part.dataset).add_empty(row)
             try:
@@ -156,10 +159,13 @@ def check_data(
     parts = find_parts(source)
     tallies = {}
     bad = []
+    ignored = set()
     with counted_parts(parts, source, progress) as opened:
-        count = sum(_check_part(part, tallies, bad, opened, measure) for part in parts)
+        count = sum(_check_part(part, tallies, bad, ignored, opened, measure) for part in parts)
     figures = {name: _figures(tally) for name, tally in tallies.items()}
-    return DataCheck(source, figures, count, tuple(bad), unit, tuple(not_read(source)))
+    return DataCheck(
+        source, figures, count, tuple(bad), unit, tuple(not_read(source)), tuple(sorted(ignored))
+    )
 
 # %% ../../nbs/data/35_check.ipynb #715931c8
 @dataclass(frozen=True, repr=False)
@@ -172,6 +178,7 @@ class DataCheck:
     bad: tuple[str, ...]  # messages about the first `LISTED` of them
     unit: str = "characters"  # of the lengths
     not_read: tuple[str, ...] = ()  # other files and folders in the folder
+    ignored: tuple[str, ...] = ()  # fields of rows that are not part of a pair
 
     @property
     def rows(self) -> int:
@@ -180,7 +187,7 @@ class DataCheck:
 
     def to_dict(self) -> dict:
         "All figures, as plain JSON values."
-        lists = {"bad": list(self.bad), "not_read": list(self.not_read)}
+        lists = {key: list(getattr(self, key)) for key in ("bad", "not_read", "ignored")}
         return {**asdict(self), **lists, "rows": self.rows}
 
     def __str__(self):
@@ -247,6 +254,14 @@ def _own_negatives(check):
     )
 
 
+def _ignored_fields(check):
+    "A sentence about fields that are not read; empty if there are none."
+    if not check.ignored:
+        return ""
+    names = ", ".join(check.ignored[:LISTED])
+    return f"fields that are not read: {names}; every row is a positive pair, whatever they hold"
+
+
 def _check_text(check):
     "The check as text."
     lines = [
@@ -256,8 +271,8 @@ def _check_text(check):
         rows_text(_SIZES, _size_rows(check)),
     ]
     lines += ["", rows_text(_FAULTS, _fault_rows(check))]
-    if sentence := _own_negatives(check):
-        lines += ["", sentence]
+    for sentence in (_own_negatives(check), _ignored_fields(check)):
+        lines += ["", sentence] if sentence else []
     if check.bad:
         lines += [
             "",
@@ -272,7 +287,8 @@ def _check_html(check):
     bad = "".join(f"<li>{escape(message)}</li>" for message in check.bad)
     tables = rows_html("Sizes", _SIZES, _size_rows(check))
     tables += rows_html("Faults", _FAULTS, _fault_rows(check))
-    own = f"<p>{escape(_own_negatives(check))}</p>" if _own_negatives(check) else ""
+    sentences = (_own_negatives(check), _ignored_fields(check))
+    own = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
     return (
         f"<p>{escape(_check_title(check))}; {escape(check.unit)}: median / 95th percentile / "
         f"maximum</p>{tables}{own}" + (f"<ul>{bad}</ul>" if bad else "")
