@@ -856,9 +856,9 @@ def test_the_command_with_shards(pairs, base, tmp_path, capsys):
 STARTS = """
 import json, os, shutil, signal, sys
 from anchor_embedding.cli.main import main
-from anchor_embedding.embed import mining
+from anchor_embedding.embed import candidates, mining, pool
 
-class SmallBlocks(mining.CosineScores):
+class SmallBlocks(candidates.CosineScores):
     def __init__(self, encode_query, encode_document, device):
         super().__init__(encode_query, encode_document, device, queries=9, documents=11)
 
@@ -876,9 +876,10 @@ def logged(replicas, texts, instruction):
         file.write(json.dumps(texts) + "\\n")
     return encode_on(replicas, texts, instruction)
 
-mining.CosineScores = SmallBlocks
-mining.PART = 8
-encode_on, mining.encode_on = mining.encode_on, logged
+candidates.CosineScores = SmallBlocks
+for room in (candidates, mining, pool):
+    room.PART = 8
+encode_on, candidates.encode_on = candidates.encode_on, logged
 os.replace = count(os.replace)
 os.unlink = count(os.unlink)
 shutil.rmtree = count(shutil.rmtree)
@@ -1056,15 +1057,17 @@ FULL = """
 import resource, sys
 import numpy as np
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.embed import mining
+from anchor_embedding.embed import candidates, mining, pool
 def encode_query(texts):
     return np.ones((len(texts), 8), np.float32)
 def encode(texts):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, resource.RLIM_INFINITY))
     return np.ones((len(texts), 8), np.float32)
-pairs, out, mining.PART = sys.argv[1], sys.argv[2], int(sys.argv[3])
+pairs, out, part = sys.argv[1:]
+for room in (candidates, mining, pool):
+    room.PART = int(part)
 try:
-    mining.mine_negatives(pairs, out, mining.CosineScores(encode_query, encode), progress=False)
+    mining.mine_negatives(pairs, out, candidates.CosineScores(encode_query, encode), progress=False)
 except InputError as error:
     print(error)
 """
@@ -1086,7 +1089,7 @@ FEW_OR_MANY = """
 import json, re, sys, threading, time
 from pathlib import Path
 import numpy as np
-from anchor_embedding.embed import mining
+from anchor_embedding.embed import candidates, mining, pool
 from anchor_embedding.embed.corpus import CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 
@@ -1097,7 +1100,7 @@ class Quick(Embedder):
         random = np.random.default_rng(len(texts))
         return random.normal(size=(len(texts), self.dimension)).astype(np.float32)
 
-class SmallBlocks(mining.CosineScores):
+class SmallBlocks(candidates.CosineScores):
     def __init__(self, encode_query, encode_document, device):
         super().__init__(encode_query, encode_document, device, queries=256, documents=512)
 
@@ -1109,7 +1112,7 @@ def watch():
         time.sleep(0.002)
 
 most = 0
-mining.CosineScores = SmallBlocks
+candidates.CosineScores = SmallBlocks
 threading.Thread(target=watch, daemon=True).start()
 how, base, pairs, *sources = sys.argv[1:]
 model = Embedder.from_pretrained(base, dtype="float32")
