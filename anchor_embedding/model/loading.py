@@ -280,7 +280,8 @@ def check_vocabulary(decoder: CausalDecoder, tokenizer, what: str) -> None:
     hub = tokenizer.tokenizer
     template = tokenizer.template
     around = {*template.header, *template.footer, template.eos_id}
-    unused = {*hub.all_special_ids} - around  # never made from a text, such as padding
+    special = {i for i, token in hub.added_tokens_decoder.items() if token.special}
+    unused = special.union(hub.all_special_ids) - around  # never made from a text, as padding
     beyond = [(i, token) for token, i in hub.get_vocab().items() if i >= rows and i not in unused]
     if beyond:
         i, token = min(beyond)
