@@ -447,6 +447,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'anchor_embedding/data/docstrings.py'),
                                                   'anchor_embedding.data.docstrings._source_files': ( 'data/docstrings.html#_source_files',
                                                                                                       'anchor_embedding/data/docstrings.py'),
+                                                  'anchor_embedding.data.docstrings._stamp': ( 'data/docstrings.html#_stamp',
+                                                                                               'anchor_embedding/data/docstrings.py'),
                                                   'anchor_embedding.data.docstrings._unique': ( 'data/docstrings.html#_unique',
                                                                                                 'anchor_embedding/data/docstrings.py'),
                                                   'anchor_embedding.data.docstrings._versions': ( 'data/docstrings.html#_versions',

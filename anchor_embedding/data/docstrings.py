@@ -183,14 +183,21 @@ def _read_all(paths, workers):
     return [parts[i % workers][i // workers] for i in range(len(paths))]
 
 # %% ../../nbs/data/20_docstrings.ipynb #595d8ae8
+def _stamp(file: Path) -> list:
+    "What changes with a file; a link to nothing, as editors leave them, stays the same."
+    try:
+        status = file.stat()
+    except OSError:
+        return [str(file)]
+    return [str(file), status.st_size, status.st_mtime_ns]
+
+
 def _cache_file(tops, versions):
     "The cache file for exactly these packages."
     key = [3, BODY_CHARACTERS, sys.version_info[:2]]
     for name, top in tops.items():
         # a package may be changed in place, under the same version
-        files = [(str(file), file.stat()) for file in _source_files(top)]
-        stamps = [[path, status.st_size, status.st_mtime_ns] for path, status in files]
-        key.append([name, versions.get(name), stamps])
+        key.append([name, versions.get(name), [_stamp(file) for file in _source_files(top)]])
     return (
         cache_folder()
         / f"docstrings-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json.gz"

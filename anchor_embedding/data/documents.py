@@ -144,7 +144,9 @@ def _column(row: dict, name: str, text: str, where: str) -> str | None:
     return value
 
 
-def _document(row, where: str, place: int, columns: Sequence[str], named: bool | None) -> Document:
+def _document(
+    row, where: str, place: int, columns: Sequence[str], named: bool | None, ids: bool
+) -> Document:
     "The document in a row; `named` is whether the earlier ones have ids."
     if isinstance(row, BadRow):
         raise InputError(f"{where}: {row}")
@@ -152,8 +154,8 @@ def _document(row, where: str, place: int, columns: Sequence[str], named: bool |
         raise InputError(
             f'{where}: a row must be an object with a text, like {{"id": "7", "text": "…"}}'
         )
-    key = next((name for name in ID if row.get(name) is not None), None)
-    if named is not None and named != (key is not None):
+    key = next((name for name in ID if row.get(name) is not None), None) if ids else None
+    if ids and named is not None and named != (key is not None):
         this, others = ("no id", "have one") if named else ("an id", "have none")
         raise InputError(
             f"{where}: this row has {this}, but those before it {others}; give all rows an id, "
@@ -176,6 +178,7 @@ def read_documents(
     source: str | os.PathLike,  # a file (JSONL, CSV, Parquet, a text a line), or a folder of them
     columns: Sequence[str] = (),  # columns to keep; "text" is the text as it is encoded
     opened=open_binary,  # opens a file
+    ids: bool = True,  # False: the ids of the rows are not read, and a document has its place
 ) -> Iterator[Document]:
     "The documents of a corpus, one at a time. Raises `InputError` naming file, line and remedy."
     place = 0
@@ -183,7 +186,7 @@ def read_documents(
     for path in find_files(source):
         try:
             for where, row in _rows(path, columns, opened):
-                document = _document(row, where, place, columns, named)
+                document = _document(row, where, place, columns, named, ids)
                 if named is None:
                     named = any(row.get(name) is not None for name in ID)
                 place += 1

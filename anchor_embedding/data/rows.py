@@ -302,7 +302,7 @@ def qrels_rows(
                 raise ValueError
             yield where, (query, document, float(score))
         except ValueError:
-            header = number == 1 and len(cells) == 3 and not _is_number(cells[2])
+            header = number == 1 and not any(map(_is_number, cells))
             if line.strip() and not header:
                 bad = BadRow(
                     "a line must be query id, document id and score, with tabs between them, "

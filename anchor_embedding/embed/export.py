@@ -19,6 +19,7 @@ from ..common.errors import InputError
 from ..common.files import atomic_folder
 from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
+from ..data.batches import Instructions
 from .card import check_scores, find_base, model_card
 from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
 from .onnx import check_packages, write_onnx
@@ -135,21 +136,32 @@ def check_tokenizer(
 QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+_SHIPPED = {"paper": Instructions.paper, "as_released": Instructions.as_released}
+
+
 def default_instructions(
     trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
     datasets: Iterable[str] = (),  # that it was trained on, if they are known
 ) -> dict[str, str]:  # prompt name → instruction
-    """What texts get in front of them, as in training. Raises `InputError` if the datasets of the
-    training had different instructions, since none of them is then the one for all queries.
+    """What texts get in front of them, as in training: the instruction of its datasets, or that for
+    a web search if it is one of several. Raises `InputError` if the datasets had different ones and
+    none of them is that.
     """
-    if trained == "none":
-        return {"query": ""}
-    if not isinstance(trained, Mapping):
+    if isinstance(trained, str) and trained in _SHIPPED:
+        if not datasets:
+            return {"query": QUERY_INSTRUCTION}
+        shipped = _SHIPPED[trained]()
+        trained = {"table": shipped.table, "symmetric": shipped.symmetric}
+    if trained is None:
         return {"query": QUERY_INSTRUCTION}
+    if trained == "none" or not trained["table"]:
+        return {"query": ""}
     names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
     table = {name: choices for name, choices in trained["table"].items() if name in names}
     table = table or trained["table"]
     different = list(dict.fromkeys(one for choices in table.values() for one in choices))
+    if len(different) > 1 and QUERY_INSTRUCTION in different:
+        return {"query": QUERY_INSTRUCTION}
     if len(different) > 1:
         raise InputError(
             f"the model was trained with {len(different)} instructions ({different[0]!r}, "

@@ -160,7 +160,7 @@ def read_corpus(
     if Path(corpus).is_dir():
         extra = EncodedDocuments(Corpus(corpus), progress)
     else:
-        extra = ListedDocuments([document.text for document in read_documents(corpus)])
+        extra = ListedDocuments([document.text for document in read_documents(corpus, ids=False)])
     if not extra.places.keys:
         raise InputError(
             f"{corpus}: there is no text in it; give a corpus with texts, or mine without one"

@@ -163,7 +163,7 @@ def _made_from(task, candidate: Candidate) -> dict:
 def _other_subsets(entry: dict, task) -> bool:
     "Whether the score of a task is of other splits or subsets than the task has now."
     subsets = entry.get("subsets", task.hf_subsets)
-    splits = entry["split"].split(",")
+    splits = entry["split"].split(",") if "split" in entry else ()
     return {*subsets} != {*task.hf_subsets} or not {*splits} <= {*task.eval_splits}
 
 
@@ -181,7 +181,7 @@ def _waiting(opened: dict, candidate: Candidate, file: ScoresFile) -> dict:
         entry = file.scores["tasks"].get(name)
         if entry and _other_subsets(entry, task):
             raise InputError(
-                f"{file.folder} has a score of {name} for other data ({entry['split']} of "
+                f"{file.folder} has a score of {name} for other data ({entry.get('split', '?')} of "
                 f"{', '.join(entry.get('subsets', ['?']))}); it would be replaced. Choose another "
                 "--out"
             )
@@ -192,12 +192,13 @@ def _waiting(opened: dict, candidate: Candidate, file: ScoresFile) -> dict:
 def _note_reused(names: Sequence[str], file: ScoresFile) -> None:
     "Say which scores were made by other versions than those that are installed."
     now = installed_versions(*_PACKAGES.split())
+    commit = source_commit()
     others = {}  # differences → tasks
     for name in names:
         made = file.scores["tasks"].get(name, {}).get("made", {})
         before = made.get("versions", now)
         changed = [f"{one} {before[one]}" for one in now if before.get(one, now[one]) != now[one]]
-        if made.get("commit", source_commit()) != source_commit():
+        if made.get("commit", commit) not in ("", commit):
             changed.append(f"commit {made['commit']}")
         if changed:
             others.setdefault(" and ".join(changed), []).append(name)

@@ -124,7 +124,7 @@ def _lineage(cards: list[dict]) -> str:
         if "checkpoint" in card:
             stages.append(card["checkpoint"])
     first = cards[0]
-    base = [first[key] for key in ("base_digest", "base_files_digest") if key in first]
+    base = [first[key] for key in ("base_digest", "base_files_digest") if first.get(key)]
     return digest([base or first["recipe"]["base"], stages])
 
 

@@ -115,12 +115,21 @@ def other_data(one: dict, other: dict) -> list[str]:
 
     def data(run, task):
         entry = run["tasks"][task]
-        return [entry.get(key) for key in ("data_revision", "split", "subsets")]
+        return [entry.get(key) for key in ("data_revision", "split")]
+
+    def subsets(run, task):
+        return {*(run["tasks"][task].get("subsets") or ())}
 
     return sorted(
         task
         for task in one["tasks"].keys() & other["tasks"].keys()
         if data(one, task) != data(other, task)
+        # scores of earlier versions do not name them
+        or (
+            subsets(one, task)
+            and subsets(other, task)
+            and subsets(one, task) != subsets(other, task)
+        )
     )
 
 

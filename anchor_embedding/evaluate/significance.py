@@ -46,7 +46,7 @@ class Difference:
             self.p is None or least_p(self.seeds, self.alternative, self.comparisons) > 0.05
         ):
             return "open"
-        if self.seeds and self.p > 0.05:
+        if self.p is not None and self.p > 0.05:
             return "level"
         return "ahead" if self.low > 0 else "behind" if self.high < 0 else "level"
 
@@ -126,6 +126,10 @@ def two_level_bootstrap(
     part = max(1, min(1000, 4_000_000 // number))  # draws in memory at a time
     for start in range(0, samples, part):
         now = min(part, samples - start)
+        if seeds == 1 and sizes.max() == 1:  # the same, ten times as fast
+            drawn = rng.integers(0, number, (now, number - 1))
+            means.append(sums[0][drawn].mean(axis=1))
+            continue
         of_seeds = rng.multinomial(max(1, seeds - 1), np.full(seeds, 1 / seeds), now)
         of_clusters = rng.multinomial(number - 1, np.full(number, 1 / number), now)
         total = ((of_seeds @ sums) * of_clusters).sum(axis=1)
@@ -178,12 +182,17 @@ def paired_bootstrap(
     freedom = (number if clusters else len(differences)) - 1
     means = two_level_bootstrap(differences[None], clusters, samples, seed)
     low, high = stretched_interval(means, differences.mean(), freedom)
-    t = differences.mean() / means.std() if means.std() else 0.0
+    centre = float(differences.mean())
+    error = float(means.std())
+    if error > 1e-12 * abs(centre):
+        p = 2 * float(stdtr(freedom, -abs(centre / error)))
+    else:  # all the same: that of a sign test
+        p = 2.0**-freedom if centre else 1.0
     return Difference(
-        float(differences.mean()),
+        centre,
         low,
         high,
-        2 * float(stdtr(freedom, -abs(t))),
+        p,
         len(differences),
         clusters=number,
         # found with power 0.8

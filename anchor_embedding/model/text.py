@@ -163,8 +163,8 @@ def _user_turn(tokenizer):
     ending = short.split(_ANSWER)[1]
     if not between.startswith(ending):  # some end the whole talk with EOS, as Phi-3 does
         ending = ending.removesuffix(tokenizer.eos_token or "")
-    if not ending or not between.startswith(ending):
-        return None
+        if not ending or not between.startswith(ending):
+            return None
     opening = between[len(ending) :].lstrip()
     bos = tokenizer.bos_token
     if bos and long.startswith(bos) and not opening.startswith(bos):
