@@ -54,9 +54,10 @@ def _note_on_cpu(operations: float, recipe) -> None:
     dtype, _ = choose_dtype(next(iter(stages.values())).dtype)
     speed = product_speed(dtype)
     most, least = (in_words(operations / speed / share) for share in SHARE_OF_PRODUCTS)
+    hours = least if least == most else f"{least} to {most}"
     name = str(dtype).removeprefix("torch.")
     say(
-        f"without a GPU: training takes {least}{f' to {most}' * (most != least)} on this CPU, which multiplies {name} at "
+        f"without a GPU: training takes {hours} on this CPU, which multiplies {name} at "
         f"{speed / 1e9:.0f} GFLOP/s (estimate: {SHARE_OF_PRODUCTS[0]:.0%} to "
         f"{SHARE_OF_PRODUCTS[1]:.0%} of that)"
     )

@@ -26,8 +26,8 @@ def mine_command(args: argparse.Namespace) -> None:
     "Find hard negatives for pairs: documents that look right to a model or to BM25 and are not."
     from dataclasses import fields
 
+    from anchor_embedding.data.batches import Instructions
     from anchor_embedding.embed.mining import MiningSettings, mine_negatives
-    from anchor_embedding.train.prepare import find_instructions
 
     settings = MiningSettings(
         **{field.name: getattr(args, field.name) for field in fields(MiningSettings)}
@@ -39,7 +39,7 @@ def mine_command(args: argparse.Namespace) -> None:
         settings,
         say=say,
         corpus=args.corpus,
-        instructions=find_instructions(args.instructions),
+        instructions=Instructions.named(args.instructions),
         on_bad_row=args.on_bad_row,
         dtype=args.dtype,
         device=args.device,

@@ -192,7 +192,8 @@ def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Te
     return decoder(CausalDecoder.encode, pack(ids, decoder.device), embedder.pooling)
 
 # %% ../../nbs/embed/10_embedder.ipynb #fe98a123
-_EVALUATING = WeakKeyDictionary()  # decoder → threads that use it, and modules that were in training
+# decoder → number of threads that use it, and the modules that were in training
+_EVALUATING = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 

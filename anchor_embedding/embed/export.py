@@ -136,9 +136,6 @@ def check_tokenizer(
 QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-_SHIPPED = {"paper": Instructions.paper, "as_released": Instructions.as_released}
-
-
 def default_instructions(
     trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
     datasets: Iterable[str] = (),  # that it was trained on, if they are known
@@ -147,18 +144,14 @@ def default_instructions(
     a web search if it is one of several. Raises `InputError` if the datasets had different ones and
     none of them is that.
     """
-    if isinstance(trained, str) and trained in _SHIPPED:
-        if not datasets:
-            return {"query": QUERY_INSTRUCTION}
-        shipped = _SHIPPED[trained]()
-        trained = {"table": shipped.table, "symmetric": shipped.symmetric}
-    if trained is None:
+    if trained is None or (trained in ("paper", "as_released") and not datasets):
         return {"query": QUERY_INSTRUCTION}
-    if trained == "none" or not trained["table"]:
+    instructions = Instructions.from_record(trained)
+    if not instructions.table:
         return {"query": ""}
     names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
-    table = {name: choices for name, choices in trained["table"].items() if name in names}
-    table = table or trained["table"]
+    table = {name: choices for name, choices in instructions.table.items() if name in names}
+    table = table or instructions.table
     different = list(dict.fromkeys(one for choices in table.values() for one in choices))
     if len(different) > 1 and QUERY_INSTRUCTION in different:
         return {"query": QUERY_INSTRUCTION}
@@ -168,7 +161,7 @@ def default_instructions(
             f"{different[1]!r}, …); name the one for queries with --instruction, or "
             'instructions={"query": …} in Python'
         )
-    symmetric = {*table} <= {*trained["symmetric"]}
+    symmetric = {*table} <= instructions.symmetric
     return {"query": different[0]} | ({"document": different[0]} if symmetric else {})
 
 

@@ -237,7 +237,7 @@ class Anchored(Objective):
         return self
 
     def measured_parts(self, model, batch: TokenBatch) -> list[TokenBatch]:
-        "The parts in which the gain is measured. It is a mean over tokens, so they may differ in size."
+        "The parts in which the gain is measured; as a mean over tokens it allows unequal ones."
         return self.micro_batches(model, batch)
 
     def watches(self, step: int) -> bool:

@@ -43,7 +43,7 @@ from anchor_embedding.study.duration import (
     work_of_arms,
 )
 from ..train.pipeline import Pipeline
-from ..train.prepare import find_instructions, instructions_record
+from ..train.prepare import instructions_record
 from ..train.recipe import Recipe
 from ..train.runs import read_log
 from ..train.stage import train
@@ -133,11 +133,7 @@ def mean_of(values: Sequence):
 # %% ../../nbs/study/48_arms.ipynb #5d3bf50e
 def trained_instructions(embedder: Embedder) -> Instructions:
     "The instructions of each dataset that a model was trained with."
-    record = embedder.instructions or "none"
-    if isinstance(record, str):
-        return find_instructions(record)
-    table = {dataset: tuple(choices) for dataset, choices in record["table"].items()}
-    return Instructions("training", table, frozenset(record["symmetric"]))
+    return Instructions.from_record(embedder.instructions or "none")
 
 
 class HeldoutEvaluation:

@@ -20,6 +20,7 @@ from .. import __version__
 from ..common.errors import InputError
 from ..common.files import write_text
 from ..common.show import counted
+from ..data.batches import Instructions
 from ..data.examples import fingerprint
 from ..embed.corpus import CorpusSettings, encode_corpus
 from ..embed.embedder import Embedder
@@ -38,7 +39,7 @@ from anchor_embedding.study.arms import (
 from .page import html_report
 from .report import findings, headline, read_metrics, results_table
 from ..train.pipeline import Pipeline
-from ..train.prepare import batch_plan, find_instructions, prepare_tokenizer
+from ..train.prepare import batch_plan, prepare_tokenizer
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
@@ -139,7 +140,7 @@ def run_pipeline(
     evaluate = HeldoutEvaluation(pairs, say=say)
     for recipe in pipeline.stages.values():
         batch_plan(recipe, pairs.train)
-        find_instructions(recipe.instructions)
+        Instructions.named(recipe.instructions)
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
     claim_folder(out, pipeline, pairs)
     seconds_of_data = round(time.perf_counter() - began, 1)

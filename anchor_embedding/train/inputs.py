@@ -159,11 +159,9 @@ def _instruction_lengths(recipe, examples, tokenizer, batches) -> dict[str, floa
     from anchor_embedding.data.batches import Instructions
     from anchor_embedding.model.text import format_instruction
 
-    name = recipe.instructions
-    if name == "none":
+    if recipe.instructions == "none":
         return {}
-    shipped = {"paper": Instructions.paper, "as_released": Instructions.as_released}
-    instructions = shipped[name]() if name in shipped else Instructions.from_file(name)
+    instructions = Instructions.named(recipe.instructions)
     means = {"instruction": 0.0, "document_instruction": 0.0}
     for row, weight in sampled_rows(len(examples), 1000, batches).items():
         chosen = instructions.for_example(examples[row].dataset, row)
