@@ -10,8 +10,9 @@ if __name__ == "__main__":
     if "ANCHOR_LIFELINE" in os.environ:  # it was started by `launch`, and ends with it
         from .train.launch import run_worker
 
-        run_worker(main)
-    code = main()
+        code = run_worker(main)
+    else:
+        code = main()
     from .model.ranks import end_process
 
     end_process(code)

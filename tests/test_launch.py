@@ -163,6 +163,12 @@ def test_error_of_one_rank(tmp_path, recipe, monkeypatch, code, error, words):
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
 
+def test_a_process_ends_without_the_teardown_of_torch(tmp_path, recipe, monkeypatch):
+    """Torch's own teardown sometimes aborts a process that has done all its work."""
+    fault(monkeypatch, "import atexit; atexit.register(os.abort)", rank="01")
+    launch(recipe, 2, tmp_path / "run", say=quiet)
+
+
 def test_refused_before_anything_starts(tmp_path, recipe, monkeypatch):
     monkeypatch.setattr(launching, "accelerators", lambda: 1)
     with pytest.raises(InputError, match="nproc is 2, but this process can use 1 accelerator;"):

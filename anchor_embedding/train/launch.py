@@ -96,18 +96,16 @@ LIFELINE = "ANCHOR_LIFELINE"
 
 
 def run_worker(
-    command: Callable[[], int],  # returns an exit code
-) -> None:
-    """Run the command of one process, which also ends when its watcher does. Always raises
-    `SystemExit`.
-    """
+    command: Callable[[], int],
+) -> int:  # the command's exit code
+    "Run the command of one process, which also ends when its watcher does."
     lifeline, grace = os.environ.pop(LIFELINE).split()
     orphaned = threading.Event()
     threading.Thread(
         target=_end_with_watcher, args=(int(lifeline), float(grace), orphaned), daemon=True
     ).start()
     try:
-        sys.exit(command())
+        return command()
     finally:
         if orphaned.is_set():
             os.killpg(0, signal.SIGKILL)
