@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.evaluate import heldout
+from anchor_embedding.study.arms import run_arm
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.recipe_files import load_recipe
 
@@ -150,6 +152,35 @@ def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
             assert {k: v for k, v in row.items() if k != "seconds"} == {
                 k: v for k, v in other.items() if k != "seconds"
             }
+
+
+def test_a_stage_goes_on_in_a_folder_that_was_moved(base, few_packages, tmp_path, monkeypatch):
+    """The second stage names the folder of the first as its base. Other changes are refused, and
+    what was trained is kept.
+    """
+    arm = pipeline(base, "checkpoint_every=2").by_arm()["anchor"]
+    few = few_packages()
+    pairs = heldout.SplitPairs(few.train, few.heldout, {})
+    seen = []
+
+    def run(out, arm=arm, last=99):
+        def on_step(stage, row):
+            seen.append((stage, row["step"]))
+            if seen[-1] == ("anchor/stage2", last):
+                raise RuntimeError("stopped")
+
+        return run_arm(arm, out, base, pairs, lambda model: {}, False, print, on_step)
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(tmp_path / "one", last=3)
+    (tmp_path / "one").rename(tmp_path / "two")
+    monkeypatch.chdir(tmp_path)
+    other = pipeline(base, "checkpoint_every=2", "stage2.learning_rate=1e-5").by_arm()["anchor"]
+    with pytest.raises(InputError, match="learning_rate was "):
+        run(Path("two"), other)
+    seen.clear()
+    run(Path("two"))
+    assert seen == [("anchor/stage2", 3), ("anchor/stage2", 4)]
 
 
 def write_pairs(path, start=0):

@@ -23,7 +23,6 @@ from .embedder import Embedder
 from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
 
-
 # %% ../../nbs/embed/38_card.ipynb #ac5393f3
 def _hub_name(name: str) -> str | None:
     "`name` if it can be the name of a model on the hub and is not a local folder."

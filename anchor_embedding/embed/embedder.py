@@ -48,7 +48,13 @@ from anchor_embedding.model.soft_tokens import (
     check_context,
     refine,
 )
-from ..model.text import OPENINGS, PROMPT, TextTokenizer, make_template
+from anchor_embedding.model.text import (
+    OPENINGS,
+    PROMPT,
+    TextTokenizer,
+    list_of_texts,
+    make_template,
+)
 
 # %% ../../nbs/embed/10_embedder.ipynb #02168538
 SETTINGS_FILE = "anchor_embedding.json"
@@ -256,11 +262,9 @@ def encode_texts(
         return encode_texts(
             embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps
         )[0]
-    if texts is None or isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
-        raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
+    texts = list_of_texts(texts)
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
-    texts = list(texts)
     instruction = one_for_each(instruction, texts)
     decoder = embedder.decoder
     one = refine_steps is None or isinstance(refine_steps, Integral)

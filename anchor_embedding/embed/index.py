@@ -23,6 +23,7 @@ from .corpus import Corpus
 from .embedder import Embedder
 from .search import Hit, check_questions
 from .vectors import unit
+from ..model.text import list_of_texts
 
 # %% ../../nbs/embed/67_index.ipynb #30fe129a
 FOLDER = "index"  # in the folder of the corpus
@@ -258,5 +259,5 @@ def search_index(
 ) -> list[list[Hit]]:  # a list for each question, the nearest first
     "Like `search_corpus`, but with an index. Raises `InputError`."
     index.corpus.check_model(embedder)
-    vectors = embedder.encode([*questions], instruction, progress=False)
+    vectors = embedder.encode(list_of_texts(questions), instruction, progress=False)
     return index.nearest(vectors, top, probes) if len(vectors) else []

@@ -19,14 +19,14 @@ from markupsafe import Markup
 
 from ..common.errors import InputError
 from ..common.provenance import installed_versions
-from ..common.show import facts_html
+from ..common.show import counted, facts_html
 from ..data.batches import Instructions, tokenize_batch
-from ..data.examples import Example, fingerprint
+from ..data.examples import Example, fingerprint, without_shared_texts
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
 from ..model.decoder import CausalDecoder, context_of
 from ..model.loading import check_head
 from ..model.packing import pack
-from ..model.text import opening_ids
+from ..model.text import list_of_texts, opening_ids
 from ..objectives.reconstruction import Reconstruction, anchor_gain
 
 # %% ../../nbs/embed/30_reading.ipynb #368a93e2
@@ -284,7 +284,9 @@ def read_vectors(
         )
     if not 0 <= seed < 2**63:
         raise InputError(f"seed = {seed}: must be at least 0 and below 2**63")
-    names = [f"vector {n}" for n in range(len(anchors))] if names is None else names
+    names = [f"vector {n}" for n in range(len(anchors))] if names is None else list(names)
+    if len(names) != len(anchors):
+        raise InputError(f"{len(names)} names for {len(anchors)} vectors: give one name for each")
     opening = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     first = _first_tokens(embedder, anchors, top, opening)
     greedy = _texts_from(embedder, anchors, max_new_tokens, opening)
@@ -302,7 +304,7 @@ def read_anchors(
     **settings,  # of `read_vectors`
 ) -> Readings:
     "What the model reads from the vectors of texts. Raises `InputError`, also for empty texts."
-    texts = [texts] if isinstance(texts, str) else list(texts)
+    texts = [texts] if isinstance(texts, str) else list_of_texts(texts)
     if not texts:
         raise InputError("there is nothing to read: give at least one text")
     if blank := [n for n, text in enumerate(texts) if isinstance(text, str) and not text.strip()]:
@@ -313,7 +315,9 @@ def read_anchors(
 # %% ../../nbs/embed/30_reading.ipynb #cb427dcb
 def reconstruction_losses(
     embedder: Embedder,
-    pairs: Sequence[Example],  # at least two, held out from training
+    # held out from training, at least two of which share no text; the gain and the cosine are of
+    # those
+    pairs: Sequence[Example],
     predict_eos: bool = False,  # as in the recipe of the model's Stage I
     # see `opening_ids`; None = the model's own, from its Stage I
     decode_opening: str | None = None,
@@ -322,10 +326,11 @@ def reconstruction_losses(
     """How well each side of a pair is predicted from the other's vector (equations 3 and 4), and
     the anchor gain of the right vector. Raises `InputError`.
     """
-    if len(pairs) < 2:
+    different = without_shared_texts(pairs)
+    if len(different) < 2:
         raise InputError(
-            f"{len(pairs)} pairs: the anchor gain exchanges the vectors of different pairs; give "
-            "at least two"
+            f"{counted(len(different), 'pair')} of different texts: the anchor gain exchanges the "
+            "vectors of different pairs; give at least two"
         )
     if embedder.soft_tokens:
         raise InputError(
@@ -333,7 +338,10 @@ def reconstruction_losses(
             "from its soft tokens; read them with `read_anchors`"
         )
     check_head(embedder.decoder, "reconstruction")
-    batch = tokenize_batch(pairs, embedder.tokenizer, Instructions.none(), hard_negatives=0)
+    batch, apart = (
+        tokenize_batch(some, embedder.tokenizer, Instructions.none(), hard_negatives=0)
+        for some in (pairs, different)
+    )
     decoder = embedder.decoder
     before = opening_ids(decode_opening or embedder.decode_opening, embedder.tokenizer.template)
     objective = Reconstruction(
@@ -344,7 +352,7 @@ def reconstruction_losses(
     )
     with evaluating(decoder):
         losses = objective.loss(decoder, batch)
-        gains = anchor_gain(objective, decoder, batch)
+        gains = anchor_gain(objective, decoder, apart)
     return {"q2d": losses["q2d"], "d2q": losses["d2q"]} | gains
 
 # %% ../../nbs/embed/30_reading.ipynb #f4e8e4d8

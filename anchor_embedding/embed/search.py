@@ -15,6 +15,7 @@ from ..common.errors import InputError
 from .corpus import Corpus
 from .embedder import Embedder
 from .vectors import unit
+from ..model.text import list_of_texts
 
 # %% ../../nbs/embed/65_search.ipynb #925f4b59
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def search_corpus(
 ) -> list[list[Hit]]:  # a list for each question, the nearest first
     "Search a corpus with texts. Raises `InputError`, also for a model that did not make the vectors."
     corpus.check_model(embedder)
-    vectors = embedder.encode([*questions], instruction, progress=False)
+    vectors = embedder.encode(list_of_texts(questions), instruction, progress=False)
     if not len(vectors):
         return []
     scores, places = nearest_places(corpus, vectors, top)

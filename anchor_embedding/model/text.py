@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['PROMPT', 'OPENINGS', 'clean', 'check_prompt', 'format_instruction', 'Template', 'make_template', 'opening_ids',
-           'TokenizedText', 'TextTokenizer']
+           'TokenizedText', 'TextTokenizer', 'list_of_texts']
 
 # %% ../../nbs/model/10_text.ipynb #c0014a93
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..common.errors import InputError
@@ -383,11 +384,20 @@ class TextTokenizer:
         return f"TextTokenizer({self.template.style}, max_length={self.max_length})"
 
 # %% ../../nbs/model/10_text.ipynb #ff912a6c
-def _check_texts(texts, instruction):
-    "`texts` cleaned, and one instruction (or None) for each."
+def list_of_texts(texts: Sequence[str]) -> list[str]:
+    """The texts as a list. Raises `InputError` for one string, and for what is iterable but is no
+    list of texts, such as a table, whose items are the names of its columns.
+    """
     if isinstance(texts, str):
         raise InputError("expected a list of texts, but this is one string: put it into a list")
-    texts = [clean(text) for text in texts]
+    if texts is None or isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
+        raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
+    return list(texts)
+
+
+def _check_texts(texts, instruction):
+    "`texts` cleaned, and one instruction (or None) for each."
+    texts = [clean(text) for text in list_of_texts(texts)]
     if instruction is None or isinstance(instruction, str):
         instruction = [instruction] * len(texts)
     if len(instruction) != len(texts):

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from ..common.errors import InputError, Stopped
-from ..common.files import finite
+from ..common.files import finite, write_text
 from ..common.progress import progress_bar
 from ..common.show import counted
 from ..data.batches import Instructions
@@ -42,13 +41,23 @@ from anchor_embedding.study.duration import (
     work_done,
     work_of_arms,
 )
-from ..train.pipeline import Pipeline
+from ..train.pipeline import Pipeline, from_toml
 from ..train.prepare import instructions_record
 from ..train.recipe import Recipe
 from ..train.runs import read_log
 from ..train.stage import train
 
 # %% ../../nbs/study/48_arms.ipynb #cecce245
+def _set_base(begun: Path, base: str) -> None:
+    """Give a stage that has begun the present path of the stage before it, whose folder may have
+    been moved, or named in another way.
+    """
+    if begun.exists():
+        recipe = from_toml(begun.read_text(encoding="utf-8"), str(begun))
+        if recipe.base != base:
+            write_text(begun, recipe.replace(base=base).to_toml())
+
+
 def run_arm(
     arm: Pipeline,  # of one arm
     out: Path,
@@ -66,13 +75,12 @@ def run_arm(
     folders = {stage: out / "runs" / f"{arm.name}-{stage}" for stage in arm.stages}
     if (out / arm.name).exists():
         return folders
-    for stage, recipe in arm.stages.items():
+    for place, (stage, recipe) in enumerate(arm.stages.items()):
         folder = folders[stage]
         if not (folder / "final").exists():
             recipe = recipe.replace(name=folder.name, base=str(base))
-            begun = folder / "recipe.toml"
-            if begun.exists() and begun.read_text(encoding="utf-8") != recipe.to_toml():
-                shutil.rmtree(folder)  # begun under another path: its base is elsewhere
+            if place:
+                _set_base(folder / "recipe.toml", recipe.base)
             try:
                 train(
                     recipe,

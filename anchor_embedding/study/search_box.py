@@ -7,7 +7,9 @@ __all__ = ['SHOWN', 'Answer', 'nearest', 'hits_html', 'search_box']
 
 # %% ../../nbs/study/40_search_box.ipynb #24e56f7d
 import html
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from ..embed.corpus import Corpus
 from ..embed.embedder import Embedder
 from ..embed.index import Index, search_index
 from ..embed.search import search_corpus
+from ..model.text import list_of_texts
 
 # %% ../../nbs/study/40_search_box.ipynb #84201228
 def nearest(
@@ -53,12 +56,9 @@ Answer = Callable[[str], list[tuple[str, float]]]  # query → (text, cosine), t
 
 def _over_texts(embedder, texts, top, instruction) -> tuple[str, Answer]:
     "A description of the texts, which are encoded here, and the function that searches them."
-    if isinstance(texts, str):
-        raise InputError(
-            "expected a list of texts, but this is one string: put it into a list; for a folder "
-            "written by `anchor encode` give Corpus(folder)"
-        )
-    texts = list(texts)
+    if isinstance(texts, str | os.PathLike) and Path(texts).is_dir():
+        raise InputError(f"{texts} is a folder: give Corpus({str(texts)!r}) to search it")
+    texts = list_of_texts(texts)
     if not texts:
         raise InputError("there are no texts to search; give search_box a list of at least one")
     vectors = embedder.encode(texts, normalize=True)
@@ -110,7 +110,10 @@ def search_box(
 
     def show(change):
         query = change["new"].strip()
-        shown.value = hits_html(answer(query)) if query else hint
+        try:
+            shown.value = hits_html(answer(query)) if query else hint
+        except InputError as error:  # else the hits of the query before would stay
+            shown.value = f'<p role="alert">{html.escape(str(error))}</p>'
 
     box.observe(show, names="value")
     return ipywidgets.VBox([box, shown])
