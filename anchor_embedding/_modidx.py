@@ -2924,6 +2924,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._early_stage': ( 'study/report.html#_early_stage',
                                                                                                'anchor_embedding/study/report.py'),
+                                               'anchor_embedding.study.report._first_seed': ( 'study/report.html#_first_seed',
+                                                                                              'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._in_proportion': ( 'study/report.html#_in_proportion',
                                                                                                  'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._last': ( 'study/report.html#_last',

@@ -73,14 +73,14 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
         )
     pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
     if args.data != "docstrings":  # those of held-out packages are in no training
-        check_unseen(Path(args.model), pairs)
+        check_unseen(Path(args.model), pairs, say)
     asked = HeldoutEvaluation(pairs).asked(embedder)
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
     if args.out:
         from anchor_embedding.common.files import write_text
         from anchor_embedding.study.steps import sweep_record
 
-        record = sweep_record(args.model, embedder, rows, pairs, args.note)
+        record = sweep_record(args.model, embedder, rows, pairs, asked, args.note)
         write_text(args.out, json.dumps(record, indent=1) + "\n")
     if args.plot:
         from anchor_embedding.common.files import atomic_file

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -136,7 +137,9 @@ def mean_of(values: Sequence):
         }
     if isinstance(one, list):
         return [mean_of(same) for same in zip(*values, strict=True)]
-    return one if all(value == one for value in values) else float(np.mean(values))
+    if all(value == one for value in values):
+        return one
+    return None if None in values else float(np.mean(values))  # None: not measured with every seed
 
 # %% ../../nbs/study/48_arms.ipynb #5d3bf50e
 def trained_instructions(embedder: Embedder) -> Instructions:
@@ -274,6 +277,7 @@ def run_arms(
     say(
         f"about {in_words(REST * (whole - done) / speed)} on this machine, from its speed with "
         f"{counted(torch.get_num_threads(), 'thread')}"
+        f"{', and the time of the MTEB tasks' if evaluate.tasks else ''}"
     )
     with progress_bar(100, "all arms", "%", initial=100 * done / whole, progress=progress) as bar:
         job = Job(work, whole, bar)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-
 # %% ../../nbs/study/58_budget.ipynb #b0d60004
 from ..common.errors import InputError
 from ..evaluate.heldout import SplitPairs

@@ -182,7 +182,7 @@ def stage_objective(
     terms = report["losses"][key][0]
     if "q2q" in terms and "q2d" in terms:
         return "bag_of_tokens"
-    if "q2q" in terms or "q2d" in terms:
+    if terms.keys() & {"q2q", "q2d", "d2q"}:
         return "reconstruction"
     if "mntp" in terms:
         return "mntp"

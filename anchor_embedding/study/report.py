@@ -54,7 +54,8 @@ def read_report(
     except ValueError as e:
         raise InputError(f"{path}: not JSON ({e})") from None
     arms = report.get("arms") if isinstance(report, dict) else None
-    if not isinstance(arms, dict) or not any(arms.values()):
+    arms = arms if isinstance(arms, dict) else {}
+    if not any(arms.values()) or not all(isinstance(rows, list) for rows in arms.values()):
         raise InputError(f"{path}: not a report: `arms` with at least one evaluated arm is missing")
     return report
 
@@ -98,7 +99,7 @@ def seed_figures(
     ranks = report.get("ranks", {}).get(name)
     if not ranks:
         return None
-    runs = ranks.values() if isinstance(ranks, dict) else [ranks]
+    runs = [ranks[seed] for seed in sorted(ranks, key=int)] if isinstance(ranks, dict) else [ranks]
     return np.stack([query_ndcg(run) for run in runs])
 
 
@@ -126,8 +127,15 @@ def against(
     reference: str,  # an arm, "base" or "bm25"
 ) -> dict[str, Difference]:
     """Each arm's nDCG@10 at the last evaluation minus the reference's, compared query by query when
-    the report has ranks.
+    the report has ranks. Raises `InputError` for arms that were not run with the same seeds.
     """
+    ranks = {name: report.get("ranks", {}).get(name) for name in (reference, *arms)}
+    seeds = {name: ", ".join(sorted(of)) for name, of in ranks.items() if isinstance(of, dict)}
+    if len(set(seeds.values())) > 1:
+        raise InputError(
+            f"runs are paired by seed, but the arms have different ones: {seeds}; leave out the "
+            "seeds that not all of them have"
+        )
     figures = {arm: seed_figures(report, arm) for arm in arms}
     of_reference = seed_figures(report, reference)
     compared = [of_reference, *figures.values()]
@@ -256,7 +264,7 @@ def _anchor_use(report):
         gains = anchor_gains(last)
         words = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
         lines.append(
-            f"The anchor gain{which} at step {last['step']} is {words} nats per token: "
+            f"The anchor gain{which} at step {last['step']} is {words} nats per token"
             f"{_in_proportion(last, gains)}."
         )
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
@@ -280,10 +288,13 @@ def _in_proportion(row, gains):
         if row.get(key := f"share_of_ceiling_{name}") is not None
     ]
     if of_ceiling:
-        return f"{' and '.join(of_ceiling)} of what the whole text in the anchor's place would save"
-    share = max((gain / row[name] for name, gain in gains.items() if name in row), default=0.0)
+        shares = " and ".join(of_ceiling)
+        return f": {shares} of what the whole text in the anchor's place would save"
+    if not all(row.get(name) for name in gains):
+        return ""  # a direction that is not trained has a gain and no loss
+    share = max(gain / row[name] for name, gain in gains.items())
     uses = "hardly uses" if share < 0.01 else "uses"
-    return f"the decoder {uses} the anchor ({share:.1%} of the loss at most)"
+    return f": the decoder {uses} the anchor ({share:.1%} of the loss at most)"
 
 # %% ../../nbs/study/20_report.ipynb #ea25165e
 def scale(
@@ -316,6 +327,14 @@ def _scale_sentence(report):
     return [f"Scale: {pairs}, {times}. The paper measured its early lead at that scale."]
 
 
+def _first_seed(report):
+    "With several seeds: what is shown of the first one only."
+    seeds = report.get("seeds", [])
+    if len(seeds) < 2:
+        return []
+    return [f"Losses, anchor gains and example searches are those of the first seed ({seeds[0]})."]
+
+
 def findings(
     report: dict,  # see `read_report`
 ) -> list[str]:
@@ -324,6 +343,7 @@ def findings(
         headline(report),
         *_early_stage(report),
         *_references(report),
+        *_first_seed(report),
         *_pretext_losses(report),
         *_anchor_use(report),
         *_scale_sentence(report),

@@ -8,7 +8,7 @@ __all__ = ['without_soft_tokens', 'sweep_steps', 'time_steps', 'check_unseen', '
 # %% ../../nbs/study/55_steps.ipynb #50af1ead
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +27,11 @@ from ..evaluate.significance import paired_bootstrap
 def without_soft_tokens(embedder):
     "The same model, with the state of the EOS as the vector of a text."
     return type(embedder)(
-        embedder.decoder, embedder.tokenizer, "eos", decode_opening=embedder.decode_opening
+        embedder.decoder,
+        embedder.tokenizer,
+        "eos",
+        decode_opening=embedder.decode_opening,
+        instructions=embedder.instructions,
     )
 
 
@@ -93,12 +97,19 @@ def time_steps(
 def check_unseen(
     model: Path,  # folder of a model
     pairs: SplitPairs,  # held out of files
+    say: Callable[[str], None] = print,
 ) -> None:
     """Raise `InputError` if a stage of the model was trained on the datasets of the held-out pairs
-    without leaving out just these pairs.
+    without leaving out just these pairs. Says so if nothing is known of the model's training.
     """
     left_out = fingerprint(pairs.train)
-    others = [card for card in find_cards(model) if card.get("fingerprint") != left_out]
+    cards = find_cards(model)
+    if not cards:
+        say(
+            f"{model}: no card says what it was trained on; if these pairs were among it, the "
+            "scores are of memory"
+        )
+    others = [card for card in cards if card.get("fingerprint") != left_out]
     datasets = {pair.dataset for pair in pairs.heldout}
     trained = sorted(datasets & {name for card in others for name in card.get("datasets", {})})
     if trained:
@@ -115,14 +126,18 @@ def sweep_record(
     embedder: Embedder,
     rows: list[dict],  # see `sweep_steps`
     pairs: SplitPairs,
+    # of every held-out query and document, as given to `sweep_steps`
+    instructions: tuple[Sequence[str | None], Sequence[str | None]] | None = None,
     note: str = "",
     timed: int = 64,  # number of documents to time encoding on; 0 = no timing
 ) -> dict:
     "The result of a sweep over the number of soft tokens, and where it comes from."
     heldout = pairs.heldout
+    retrieval = pairs.retrieval()
+    asked, answered = instructions or (None, None)
 
-    def mean_tokens(texts):
-        return float(np.mean([len(tokens) for tokens in embedder.tokenizer(texts)]))
+    def mean_tokens(texts, instruction):
+        return float(np.mean([len(tokens) for tokens in embedder.tokenizer(texts, instruction)]))
 
     about = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -135,8 +150,8 @@ def sweep_record(
         "heldout": len(heldout),
         "fingerprint": fingerprint(heldout),
         "tokens": {
-            "query": mean_tokens([pair.query for pair in heldout]),
-            "document": mean_tokens([pair.positive for pair in heldout]),
+            "query": mean_tokens(retrieval.queries, asked),
+            "document": mean_tokens(retrieval.documents, answered),
         },
     }
     documents = [pair.positive for pair in heldout[:timed]]
