@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
 from .decoder import CausalDecoder, context_of
@@ -53,83 +54,8 @@ class SoftTokens:
         """
         return ids if self.add_eos else ids[:-1] or ids
 
-# %% ../../nbs/model/65_soft_tokens.ipynb #1d1f5f2e
-MIX_LOGITS = 2**25  # logits held at once: 128 MiB in float32
-
-
-def _chunks(head, table, rows, dtype):
-    """(slice, head rows, table rows) of the vocabulary; `rows` states give at most `MIX_LOGITS`
-    logits for a slice.
-    """
-    size = max(1, MIX_LOGITS // rows)
-    for start in range(0, len(head), size):
-        cut = slice(start, start + size)
-        weights = head[cut].to(dtype)
-        yield cut, weights, weights if table is head else table[cut].to(dtype)
-
-
-def _online_softmax(states, head, table, temperature, dtype):
-    "(n, d) mean of the table's rows under the softmax, and (n,) its log-sum-exp."
-    maximum = states.new_full((len(states), 1), -torch.inf, dtype=torch.float32)
-    total = torch.zeros_like(maximum)
-    mix = states.new_zeros(len(states), table.shape[1], dtype=torch.float32)
-    for _, weights, rows in _chunks(head, table, len(states), dtype):
-        logits = (states.to(dtype) @ weights.T).float() / temperature
-        larger = torch.maximum(maximum, logits.amax(1, keepdim=True))
-        shrink = (maximum - larger).exp()
-        share = (logits - larger).exp_()
-        mix = mix * shrink + (share.to(dtype) @ rows).float()
-        total = total * shrink + share.sum(1, keepdim=True)
-        maximum = larger
-    return mix / total, (maximum + total.log())[:, 0]
-
-# %% ../../nbs/model/65_soft_tokens.ipynb #7207867a
-class _VocabularyMix(torch.autograd.Function):
-    """softmax(states head^T / temperature) table; its weights are never held at once, and the
-    backward pass computes them again.
-    """
-
-    @staticmethod
-    def forward(ctx, states, head, table, temperature, dtype):
-        mix, normalizer = _online_softmax(states, head, table, temperature, dtype)
-        ctx.save_for_backward(states, head, table, mix, normalizer)
-        ctx.temperature = temperature
-        ctx.dtype = dtype
-        ctx.one_table = head is table
-        return mix
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
-        states, head, table, mix, normalizer = ctx.saved_tensors
-        low = states.to(ctx.dtype)
-        table = head if ctx.one_table else table
-        inner = (mix * upstream).sum(1, keepdim=True)
-        upstream = upstream.to(ctx.dtype)
-        by_states = torch.zeros_like(states, dtype=torch.float32)
-        by_head, by_table = (
-            torch.zeros_like(x) if needed else None
-            for x, needed in zip((head, table), ctx.needs_input_grad[1:3], strict=True)
-        )
-        for cut, weights, rows in _chunks(head, table, len(states), ctx.dtype):
-            share = ((low @ weights.T).float() / ctx.temperature - normalizer[:, None]).exp_()
-            by_logits = (share * ((upstream @ rows.T).float() - inner) / ctx.temperature).to(
-                ctx.dtype
-            )
-            by_states += (by_logits @ weights).float()
-            if by_head is not None:
-                by_head[cut] = by_logits.T @ low
-            if by_table is not None:
-                by_table[cut] = share.to(ctx.dtype).T @ upstream
-        return by_states.to(states.dtype), by_head, by_table, None, None
-
 # %% ../../nbs/model/65_soft_tokens.ipynb #44da2ee7
-def _first_rows(head, table, rows):
-    "The first rows of head and table, still one tensor if they were; unchanged for all rows."
-    if not rows or rows >= len(head):
-        return head, table
-    cut = head[:rows]
-    return cut, cut if table is head else table[:rows]
+MIX_LOGITS = 2**25  # logits held at once: 128 MiB in float32
 
 
 def vocabulary_mix(
@@ -142,7 +68,7 @@ def vocabulary_mix(
     for a head with a bias or capped logits.
     """
     head = decoder.head
-    table = decoder.causal_lm.get_input_embeddings()
+    embeddings = decoder.causal_lm.get_input_embeddings()
     form = decoder.logit_form
     if head.bias is not None or form.cap is not None:
         raise InputError(
@@ -150,11 +76,20 @@ def vocabulary_mix(
         )
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+
+    def mixed(states):
+        weights = head.weight[: rows or None].to(dtype)
+        tied = embeddings.weight is head.weight
+        table = weights if tied else embeddings.weight[: rows or None].to(dtype)
+        logits = (states.to(dtype) @ weights.T).float() * (form.scale / temperature)
+        return (logits.softmax(-1).to(dtype) @ table).float()
+
+    parts = states.split(max(1, MIX_LOGITS // len(head.weight)))
     with torch.autocast(kind, enabled=False):
-        mix = _VocabularyMix.apply(
-            states, *_first_rows(head.weight, table.weight, rows), temperature / form.scale, dtype
+        mix = torch.cat(
+            [checkpoint(mixed, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         )
-    return mix * getattr(table, "embed_scale", 1.0)  # Gemma scales its embeddings in the lookup
+    return mix * getattr(embeddings, "embed_scale", 1.0)  # Gemma scales its embeddings in the lookup
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #4b39ce65
 class PrefixCache:
