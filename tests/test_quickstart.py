@@ -134,6 +134,13 @@ def test_a_finished_folder_is_not_overwritten(base, finished):
         run_pipeline(pipeline(base), finished[0], progress=False, say=lambda text: None)
 
 
+def test_one_of_several_processes_is_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="runs in one process; start it without the launcher"):
+        run_pipeline(pipeline(base), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
     out, report = finished
     small = pipeline(base)

@@ -9,14 +9,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import anchor_embedding.data.store as store_module
 import anchor_embedding.train.prepare as prepare_module
+import anchor_embedding.train.stage as stage
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
@@ -25,6 +27,7 @@ from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
+from anchor_embedding.embed.shared import SharedEmbedder
 from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
@@ -33,6 +36,7 @@ from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.train.loop import learning_rate
 from anchor_embedding.train.prepare import make_data, prepare_embedder, prepare_tokenizer
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.runs import RunFolder
 from anchor_embedding.train.stage import open_run, train
 
 
@@ -590,3 +594,60 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
     train(following, tmp_path / "next", progress=False, say=said.append)
     notes = [line for line in said if line.startswith("note: the base was trained with")]
     assert [note.split(" = ")[0].rsplit(" ", 1)[1] for note in notes] == ["attention", "pooling"]
+
+
+def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monkeypatch):
+    """Machines with their own run folders may hold different files of the same checkpoint, and one
+    may have been told to evaluate while the others were not.
+    """
+    seen = []
+
+    def gather(everyone, own):
+        everyone[:] = [seen[0] if seen else own, own]
+        seen.append(own)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+
+    def check(machine, weight, evaluate=None):
+        folder = RunFolder(tmp_path / machine)
+        folder.checkpoint(2).mkdir(parents=True, exist_ok=True)
+        save_file({"x": torch.tensor([weight])}, folder.checkpoint(2) / "model.safetensors")
+        card = dict.fromkeys(("watched_pairs", "base_digest", "base_files_digest", "instructions"))
+        objective = SimpleNamespace(models=dict)
+        stage.check_processes(
+            SimpleNamespace(
+                world=2,
+                first=2,
+                folder=folder,
+                card=card,
+                data=SimpleNamespace(source={"fingerprint": "the same"}),
+                recipe=SimpleNamespace(objective=objective),
+            ),
+            evaluate,
+        )
+
+    check("first", 1.0)
+    check("second", 1.0)
+    with pytest.raises(InputError, match="have different weights in the same checkpoint"):
+        check("second", 2.0)
+    with pytest.raises(InputError, match="do not evaluate the same"):
+        check("second", 1.0, evaluate=lambda model: {})
+
+
+def test_a_run_that_has_a_model_has_its_totals(base, pairs, tmp_path):
+    """A process may die while it saves the final model: what was spent is known by then. Lines that
+    are missing in the log are said when the run goes on.
+    """
+    recipe = small(base, pairs, checkpoint_every=2)
+    said = []
+    with (
+        mock.patch.object(SharedEmbedder, "save_merged", side_effect=RuntimeError("killed")),
+        pytest.raises(RuntimeError, match="killed"),
+    ):
+        train(recipe, tmp_path / "run", progress=False, say=said.append)
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["tokens"] > 0 and not (tmp_path / "run" / "final").exists()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    train(recipe, tmp_path / "run", resume=True, progress=False, say=said.append)
+    assert (tmp_path / "run" / "final").exists()
+    assert any(f"only 0 of the {recipe.steps} steps before are logged" in line for line in said)

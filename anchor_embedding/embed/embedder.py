@@ -325,6 +325,10 @@ def write_embedder(
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     "Write weights or adapter, tokenizer and settings."
+    for adapter in getattr(embedder.decoder.model, "peft_config", {}).values():
+        # a relative path would name another model when it is read from another folder
+        if Path(base := adapter.base_model_name_or_path or "").is_dir():
+            adapter.base_model_name_or_path = str(Path(base).absolute())
     own = {"pause_tokens": getattr(embedder.decoder, "pause_tokens", None)} | (weights or {})
     if (pause := own.pop("pause_tokens")) is not None:
         save_file({"pause_tokens": pause.detach().cpu().contiguous()}, folder / PAUSE_TOKENS)

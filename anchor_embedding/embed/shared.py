@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from ..common.errors import InputError
+from ..common.files import disk_errors
 from .embedder import Embedder, one_for_each, write_embedder
 from ..model.loading import merge_lora
 from anchor_embedding.model.ranks import (
@@ -130,6 +131,8 @@ class SharedEmbedder(Embedder):
             merge_lora(self.decoder)
             self.save_pretrained(folder)
             return
-        with tempfile.TemporaryDirectory(prefix=".final.", dir=folder.parent) as aside:
-            self.write(Path(aside), weights)
-            Embedder.from_pretrained(aside, dtype="float32", device="cpu").save_pretrained(folder)
+        with disk_errors(folder):
+            with tempfile.TemporaryDirectory(prefix=".final.", dir=folder.parent) as aside:
+                self.write(Path(aside), weights)
+                whole = Embedder.from_pretrained(aside, dtype="float32", device="cpu")
+            whole.save_pretrained(folder)

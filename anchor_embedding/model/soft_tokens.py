@@ -87,9 +87,14 @@ def vocabulary_mix(
     parts = states.split(max(1, MIX_LOGITS // len(head.weight)))
     with torch.autocast(kind, enabled=False):
         mix = torch.cat(
-            [checkpoint(mixed, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+            [
+                checkpoint(mixed, part, use_reentrant=False, preserve_rng_state=False)
+                for part in parts
+            ]
         )
-    return mix * getattr(embeddings, "embed_scale", 1.0)  # Gemma scales its embeddings in the lookup
+    return mix * getattr(
+        embeddings, "embed_scale", 1.0
+    )  # Gemma scales its embeddings in the lookup
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #4b39ce65
 class PrefixCache:

@@ -29,6 +29,7 @@ from ..evaluate.retrieval import HeldoutRetrieval
 from ..model.base import resolve_base
 from anchor_embedding.study.arms import (
     HeldoutEvaluation,
+    check_one_process,
     comparison,
     evaluations,
     of_seed,
@@ -125,6 +126,7 @@ def run_pipeline(
     seeds: int = 1,  # runs of every arm
 ) -> dict:  # the report
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
+    check_one_process()
     pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
     out = Path(out)
     first = next(iter(pipeline.stages.values()))

@@ -35,6 +35,7 @@ from anchor_embedding.evaluate.significance import (
 from ..model.base import resolve_base
 from anchor_embedding.study.arms import (
     HeldoutEvaluation,
+    check_one_process,
     comparison,
     evaluations,
     first_stage,
@@ -188,6 +189,7 @@ def tournament(
     """Train and evaluate every contestant within the same budget. Finished work is not repeated.
     Raises `InputError`, and `Stopped` like `train`.
     """
+    check_one_process()
     out = Path(out)
     entrants = contestants(recipes, overrides)
     if every is None:

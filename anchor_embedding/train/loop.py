@@ -207,6 +207,7 @@ def _save(run: Training, done: int) -> None:
     # not read from disk: a slow process would already find the checkpoint that is being saved
     if done != run.saved:
         run.saved = done
+        run.folder.sync_logs()
         save_checkpoint(run.folder.checkpoint(done), run.embedder, run.optimizer, run.main)
         if run.main:
             prune_checkpoints(run.folder, run.recipe.keep_checkpoints)
@@ -286,20 +287,20 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
 def finish(run: Training) -> Path:
-    "Save the final model, and add the totals to the card."
+    "Add the totals to the card, and save the final model."
     final = run.folder.path / "final"
-    lines = read_log(run.folder.path / "metrics.jsonl")
-    run.embedder.save_merged(final)
-    if run.main:
+    if run.main:  # before the model: a run that has one is finished, and has its totals
+        lines = read_log(run.folder.path / "metrics.jsonl")
         seconds, tokens = (sum(line[key] for line in lines) for key in ("seconds", "tokens"))
         card = json.loads((run.folder.path / "card.json").read_text(encoding="utf-8"))
         card |= {
             "seconds": round(seconds, 2),
             "tokens": tokens,
-            "tokens_per_second": round(tokens / seconds, 1),
+            "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         }
         write_text(
             run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n"
         )
+    run.embedder.save_merged(final)
     run.accelerator.wait_for_everyone()
     return final

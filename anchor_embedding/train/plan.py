@@ -125,7 +125,9 @@ def disk_bytes(plan: Plan) -> dict[str, float]:  # "checkpoint", "result", "all"
     # one after the last step too
     written = math.ceil(recipe.steps / recipe.checkpoint_every) if recipe.checkpoint_every else 0
     kept = min(written, recipe.keep_checkpoints or written)
-    return {"checkpoint": checkpoint, "result": result, "all": kept * checkpoint + result}
+    at_once = min(written, kept + 1)  # an old one is removed after the new one is complete
+    most = max(at_once * checkpoint, kept * checkpoint + result)
+    return {"checkpoint": checkpoint, "result": result, "all": most}
 
 
 def verdicts(

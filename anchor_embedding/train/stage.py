@@ -29,6 +29,7 @@ from anchor_embedding.train.prepare import (
     load_examples,
     make_data,
     prepare_embedder,
+    weights_digest,
 )
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
@@ -48,7 +49,13 @@ from ..common.settings import closest
 from ..model.ranks import is_sharded, leave_group_at_exit, shard
 from .recipe import Recipe
 from .recipe_files import deviations
-from .runs import RunFolder, prune_checkpoints, read_card, resume_line
+from anchor_embedding.train.runs import (
+    RunFolder,
+    prune_checkpoints,
+    read_card,
+    read_log,
+    resume_line,
+)
 
 # %% ../../nbs/train/45_stage.ipynb #66f4af7b
 from anchor_embedding.train.loop import (
@@ -312,14 +319,18 @@ def _settings_with_files(run: Training) -> dict[str, str]:
     return settings | {f"{name}_digest": name for name in run.recipe.objective.models()}
 
 
-def check_processes(run: Training) -> None:
+def check_processes(run: Training, evaluate: Callable | None = None) -> None:
     "Raise `InputError` on every process unless all of them begin with the same."
     if run.world == 1:
         return
+    evaluated = [evaluate is not None, getattr(evaluate, "depends_on", None)]
+    checkpoint = run.folder.checkpoint(run.first) if run.first else None
     own = {
         "do not go on from the same step of the run folder": run.first,
         "read different pairs": run.data.source["fingerprint"],
         "were given different held-out pairs": run.card["watched_pairs"],
+        "do not evaluate the same": evaluated,
+        "have different weights in the same checkpoint": checkpoint and weights_digest(checkpoint),
     }
     for key, setting in _settings_with_files(run).items():
         own[f"have different files or names under {setting!r}"] = run.card[key]
@@ -334,11 +345,22 @@ def check_processes(run: Training) -> None:
             )
 
 
+def _note_lost_lines(run: Training) -> None:
+    "Say if the log lacks lines of the steps before the checkpoint."
+    kept = len(read_log(run.folder.path / "metrics.jsonl")) if run.main else run.first
+    if kept < run.first:
+        run.say(
+            f"{run.folder.path / 'metrics.jsonl'}: only {kept} of the {run.first} steps before are "
+            "logged; the totals of the card are without the others"
+        )
+
+
 def prepare(
     run: Training,
     examples: Sequence[Example] | None,
     resume: bool,
     heldout: Sequence[Example] | None = None,
+    evaluate: Callable | None = None,
 ) -> None:
     "Fill in a run's folder, data, model, objective and optimizer. Raises `InputError`."
     recipe = run.recipe
@@ -349,15 +371,14 @@ def prepare(
     run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
     if resume:
         run.say(resume_line(run.folder.path, run.first))
+        _note_lost_lines(run)
     start = run.folder.checkpoint(run.first) if run.first else None
     source = {"data": "given by the caller"}
     if examples is None:
         examples, source = load_examples(recipe, run.say, None if run.main else False)
     plan = batch_plan(recipe, examples)
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
-    embedder, run.card = prepare_embedder(
-        recipe, run.accelerator.device, start, run.say, plan.rows
-    )
+    embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say, plan.rows)
     run.embedder = SharedEmbedder(embedder, run.accelerator)
     run.decoder = run.embedder.decoder
     run.objective = recipe.objective.prepared(run.embedder.tokenizer)
@@ -368,7 +389,7 @@ def prepare(
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
     run.card["watched_pairs"] = fingerprint(run.watched)
-    check_processes(run)
+    check_processes(run, evaluate)
     run.card["yardstick"] = first_yardstick(run) if run.main else {}
     run.model = wrap(recipe, run.decoder, run.accelerator)
     run.optimizer = make_optimizer(recipe, run.decoder, start)
@@ -381,13 +402,14 @@ def open_run(
     resume: bool = False,
     say: Callable[[str], None] = print,
     heldout: Sequence[Example] | None = None,
+    evaluate: Callable | None = None,  # what will be called at every evaluation
 ) -> Training:
     "A run that is ready for its first step, with its folder locked. Raises `InputError`."
     accelerator = make_accelerator(recipe, out)
     folder = RunFolder(out, accelerator.process_index == 0)
     run = Training(recipe, accelerator, folder, say)
     try:
-        prepare(run, examples, resume, heldout)
+        prepare(run, examples, resume, heldout, evaluate)
     except BaseException:
         folder.withdraw()
         raise
@@ -486,7 +508,7 @@ def train(
     """Run a recipe. Raises `InputError` with a remedy for what cannot be run, and `Stopped` after a
     signal to stop.
     """
-    run = open_run(recipe, out, examples, resume, say, heldout)
+    run = open_run(recipe, out, examples, resume, say, heldout, evaluate)
     try:
         run.say(f"{recipe.name}: {write_card(run)}")
         return run_loop(run, evaluate, progress, on_step)
