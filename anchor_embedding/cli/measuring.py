@@ -45,14 +45,14 @@ def tournament_command(args: argparse.Namespace) -> None:
 # %% ../../nbs/cli/70_measuring.ipynb #g70005
 def aa_check_command(args: argparse.Namespace) -> None:
     "Check the comparisons: an arm against itself should rarely win, a planted difference often."
-    from anchor_embedding.common.files import check_place, write_text
+    from anchor_embedding.common.files import check_place, write_json
     from anchor_embedding.study.calibration import aa_check
 
     if args.out:
         check_place(args.out)
     record = aa_check(args.runs_dir, args.tournaments, args.seeds, args.runs, args.steps, say=say)
     if args.out:
-        write_text(args.out, json.dumps(record, indent=1) + "\n")
+        write_json(args.out, record)
     shown = ("tournaments", "seeds", "same", "planted", "different")
     print(json.dumps({key: record[key] for key in shown}))
 
@@ -77,11 +77,11 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
     asked = HeldoutEvaluation(pairs).asked(embedder)
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
     if args.out:
-        from anchor_embedding.common.files import write_text
+        from anchor_embedding.common.files import write_json
         from anchor_embedding.study.steps import sweep_record
 
         record = sweep_record(args.model, embedder, rows, pairs, asked, args.note)
-        write_text(args.out, json.dumps(record, indent=1) + "\n")
+        write_json(args.out, record)
     if args.plot:
         from anchor_embedding.common.files import atomic_file
         from anchor_embedding.study.figures import plot_sweep
@@ -165,7 +165,7 @@ def _add_comparisons(commands) -> None:
 # %% ../../nbs/cli/70_measuring.ipynb #g70010
 def ceiling_command(args: argparse.Namespace) -> None:
     "Measure what the whole other text of a pair is worth as context: the ceiling of anchor gain."
-    from anchor_embedding.common.files import write_text
+    from anchor_embedding.common.files import write_json
     from anchor_embedding.objectives.ceiling import measure_ceilings
 
     pairs = _heldout_pairs(args.data, args.pairs, args.seed)
@@ -183,7 +183,7 @@ def ceiling_command(args: argparse.Namespace) -> None:
     print(measured)
     if args.out:
         record = {"about": _about(args, embedder.decoder), **measured.to_dict()}
-        write_text(args.out, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_json(args.out, record)
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70011
 def _heldout_pairs(sources: list[str], number: int, seed: int) -> dict:  # dataset → its pairs

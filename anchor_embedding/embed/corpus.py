@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, read_json, write_text
+from ..common.files import atomic_file, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
 from ..common.settings import first_fault
@@ -148,7 +148,7 @@ def _begin(folder: Path, manifest: dict, resume: bool) -> None:
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} is not an empty folder; name another one")
     else:
-        write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / MANIFEST, manifest)
 
 
 def _wait_for_first(folder: Path, manifest: dict, seconds: float = 600) -> None:

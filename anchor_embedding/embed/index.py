@@ -6,7 +6,6 @@
 __all__ = ['FOLDER', 'ABOUT', 'TABLE', 'PROBES', 'CACHE', 'REFINE', 'SAMPLE', 'build_index', 'Index', 'search_index']
 
 # %% ../../nbs/embed/67_index.ipynb #2f88eea0
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, locked, read_json, write_text
+from ..common.files import atomic_folder, locked, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions
 from .corpus import Corpus
@@ -160,7 +159,7 @@ def _write_about(folder: Path, state: str, partitions: int) -> None:
         "files": _sizes(folder),
         "about": installed_versions("anchor_embedding", "lancedb"),
     }
-    write_text(folder / ABOUT, json.dumps(about, indent=1) + "\n")
+    write_json(folder / ABOUT, about)
 
 # %% ../../nbs/embed/67_index.ipynb #5a018718
 def _remedy(corpus: Corpus) -> str:

@@ -25,33 +25,19 @@ from ..data.examples import Example, fingerprint, without_shared_texts
 from .embedder import Embedder, encode_texts, evaluating, load_embedder
 from ..model.decoder import CausalDecoder, context_of
 from ..model.loading import check_head
-from ..model.packing import pack
+from ..model.packing import hidden_keys, pack, plain_attention
 from ..model.text import list_of_texts, opening_ids
 from ..objectives.reconstruction import Reconstruction, anchor_gain
 
 # %% ../../nbs/embed/30_reading.ipynb #368a93e2
-def _scores(query, key, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
-    """(n, H, L, T) float32: attention scores of the last L of T positions with all T; minus
-    infinity where a position must not attend.
-    """
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    positions = torch.arange(key.shape[2], device=key.device)
-    distance = positions[-query.shape[2] :, None] - positions
-    hidden = (distance < 0) | (distance >= (window or len(positions)))
-    return scores.masked_fill(hidden, -torch.inf)
-
-
 def _attend(module, query, key, value, scaling, dropout, window, softcap) -> torch.Tensor:
     """(n, L, H, D): attention of the last L positions of n sequences of length T; keys and values
     are (n, H_kv, T, D).
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.to(value.dtype).repeat_interleave(groups, dim=1) for x in (key, value))
+    hidden = hidden_keys(query.shape[2], key.shape[2], window, query.device)
+    query, key = (x.to(value.dtype) for x in (query, key))
     scale = scaling or query.shape[-1] ** -0.5
-    scores = _scores(query.to(value.dtype), key, scale, window, softcap)
-    return (scores.softmax(-1).to(value.dtype) @ value).transpose(1, 2)
+    return plain_attention(query, key, value, hidden, scale, softcap=softcap).transpose(1, 2)
 
 
 def _next_logits(decoder: CausalDecoder, inputs: torch.Tensor, cache) -> torch.Tensor:

@@ -16,7 +16,7 @@ import pandas as pd
 
 # %% ../../nbs/evaluate/34_scores.ipynb #603c1530
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import write_json
 from ..common.scores import read_queries, read_scores
 from ..common.show import counted
 
@@ -103,7 +103,7 @@ class ScoresFile:
         self.say(f"{name}: {reason}")
 
     def _write(self, name: str, content: dict) -> None:
-        write_text(self.folder / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(self.folder / name, content)
 
     def of(self, names: Sequence[str]) -> dict:
         "The scores of these tasks in this order, and the errors of this call."

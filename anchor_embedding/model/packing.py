@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['BLOCK_ROWS', 'BLOCK_SCORES', 'ATTENTION', 'WITHOUT_EFFECT', 'PackedBatch', 'pack', 'token_budget_batches',
-           'plain_attention', 'attention_per_text', 'length_groups', 'GroupedAttention', 'grouped_attention',
-           'attention_kernel', 'masked_attention', 'packed_attention', 'packed_forward', 'masked_forward']
+           'hidden_keys', 'plain_attention', 'attention_per_text', 'length_groups', 'GroupedAttention',
+           'grouped_attention', 'attention_kernel', 'masked_attention', 'packed_attention', 'packed_forward',
+           'masked_forward']
 
 # %% ../../nbs/model/20_packing.ipynb #2e746d63
 import inspect
@@ -101,7 +102,7 @@ def token_budget_batches(
 # %% ../../nbs/model/20_packing.ipynb #5bfb4ae2
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # kept for later calls, which may need it in a backward pass
-def _hidden(queries: int, keys: int, window: int | None, device) -> torch.Tensor:
+def hidden_keys(queries: int, keys: int, window: int | None, device) -> torch.Tensor:
     """(queries, keys) bool: True where a query must not see a key; the last query is at the
     position of the last key.
     """
@@ -157,7 +158,9 @@ def attention_per_text(
         length = q.shape[2]
         cut = window is not None and length > window
         hidden = (
-            _hidden(length, length, window if cut else None, q.device) if cut or special else None
+            hidden_keys(length, length, window if cut else None, q.device)
+            if cut or special
+            else None
         )
         if hidden is not None and not causal:
             hidden = hidden & hidden.T
@@ -263,7 +266,7 @@ def _put(out: torch.Tensor, group: _Group, start: int, stop: int, x: torch.Tenso
 @lru_cache(maxsize=64)
 def _bias(rows: int, keys: int, window: int | None, heads: int, device) -> torch.Tensor:
     "(rows * heads, keys) float32: minus infinity where a query must not see a key."
-    hidden = _hidden(rows, keys, window, device).repeat_interleave(heads, 0)
+    hidden = hidden_keys(rows, keys, window, device).repeat_interleave(heads, 0)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 

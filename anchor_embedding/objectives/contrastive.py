@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
 from ..common.settings import Natural, Numbers, Positive, given, obeys
@@ -113,34 +114,6 @@ def loss_of_pairs(
     back, _ = softmax_loss(positive, scores, torch.cat([to_queries, side_rivals], 1), *settings)
     return (infonce + back) / 2, infonce, counts
 
-# %% ../../nbs/objectives/25_contrastive.ipynb #2229064d
-class _PartsFunction(torch.autograd.Function):
-    "`loss_of_pairs` of all pairs, in parts; the gradient is computed in the forward pass."
-
-    @staticmethod
-    def forward(ctx, unit, objective, facts, pairs, parts, trained):
-        loss = unit.new_zeros(())
-        infonce = unit.new_zeros(())
-        counts = []
-        total = torch.zeros_like(unit)
-        for part in parts:
-            with torch.set_grad_enabled(trained):
-                leaf = unit.detach().requires_grad_(trained)
-                terms = loss_of_pairs(objective, leaf, facts, pairs, part)
-                if trained:
-                    total.add_(torch.autograd.grad(terms[0], leaf)[0], alpha=len(part) / pairs)
-            loss += terms[0].detach() * (len(part) / pairs)
-            infonce += terms[1].detach() * (len(part) / pairs)
-            counts.append(terms[2])
-        ctx.save_for_backward(total)
-        counts = torch.cat(counts)
-        ctx.mark_non_differentiable(infonce, counts)
-        return loss, infonce, counts
-
-    @staticmethod
-    def backward(ctx, above, *_):
-        return ctx.saved_tensors[0] * above, None, None, None, None, None
-
 # %% ../../nbs/objectives/25_contrastive.ipynb #4b49826e
 def different(sizes: Sequence[int]) -> bool:
     "Whether all numbers are above 0 and no two are equal."
@@ -179,9 +152,14 @@ class ContrastiveLoss(Objective):
         parts = torch.arange(pairs, device=vectors.device).split(
             max(1, most_scores // len(vectors))
         )
-        return _PartsFunction.apply(
-            unit, self, facts, pairs, parts, torch.is_grad_enabled() and unit.requires_grad
-        )
+        again = {"use_reentrant": False, "preserve_rng_state": False}
+        terms = [
+            checkpoint(loss_of_pairs, self, unit, facts, pairs, part, **again) for part in parts
+        ]
+        losses, infonces, counts = zip(*terms, strict=True)
+        share = unit.new_tensor([len(part) / pairs for part in parts])
+        infonce = (torch.stack(infonces) @ share).detach()
+        return torch.stack(losses) @ share, infonce, torch.cat(counts)
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #b9d3448a
 def contrastive_terms(

@@ -10,7 +10,6 @@ __all__ = ['VOCABULARY', 'LARGEST', 'TINY', 'SMALLER', 'TYPES_OWN', 'OPENING', '
 
 # %% ../../nbs/study/80_architectures.ipynb #b88362f7
 import argparse
-import json
 import platform
 import tempfile
 import time
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # %% ../../nbs/study/80_architectures.ipynb #9bd72c9e
 from ..common.errors import InputError
-from ..common.files import finite, write_text
+from ..common.files import finite, write_json
 from ..common.provenance import installed_versions, source_commit
 from ..data.batches import TokenBatch
 from anchor_embedding.model.agreement import (
@@ -366,7 +365,7 @@ def main(argv: list[str] | None = None) -> None:
         lambda row: print(row["model_type"], row["verdict"], row.get("reason", ""), flush=True),
     )
     if options.out:
-        write_text(options.out, json.dumps(finite(outcomes), indent=1) + "\n")
+        write_json(options.out, finite(outcomes))
 
 
 if __name__ == "__main__" and globals().get("__spec__"):  # python -m, not a notebook

@@ -9,7 +9,6 @@ __all__ = ['PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS', 'PACKAGES', 'Request',
            'busy_warning', 'contest_record', 'bench']
 
 # %% ../../nbs/study/70_bench.ipynb #d68cfdfa
-import json
 import os
 import platform
 import random
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import write_json
 from ..common.provenance import device_name, installed_versions, source_commit
 from ..common.settings import closest
 from ..data.examples import Example
@@ -448,5 +447,5 @@ def bench(
             del contest
             give_back(chosen)  # before the next models are loaded
             if json_file:
-                write_text(json_file, json.dumps(record, indent=1) + "\n")
+                write_json(json_file, record)
     return record

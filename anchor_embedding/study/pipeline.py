@@ -18,7 +18,7 @@ import pandas as pd
 
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import write_text
+from ..common.files import write_json, write_text
 from ..common.show import counted
 from ..data.batches import Instructions
 from ..data.examples import fingerprint
@@ -189,7 +189,7 @@ def example_searches(
 def finish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     "Write the report and its page; returns the report with its findings."
     report["findings"] = findings(report)
-    write_text(out / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_json(out / "report.json", report)
     html_report(report, out / "report.html")
     say(
         f"{headline(report)}\n{results_table(report).round(3).to_string()}\n"

@@ -20,7 +20,7 @@ import pandas as pd
 # %% ../../nbs/study/60_tournament.ipynb #3d1a14af
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, finite, write_text
+from ..common.files import atomic_file, finite, write_json, write_text
 from ..common.settings import closest
 from ..data.examples import fingerprint
 from ..embed.embedder import Embedder, read_tokenizer
@@ -134,7 +134,7 @@ def enter_seeds(
             known[name] = kept["costs"]
             files[folder / "runs" / f"{name}.json"] = kept
     for path, kept in files.items():
-        write_text(path, json.dumps(kept, indent=1) + "\n")
+        write_json(path, kept)
     return ready
 
 # %% ../../nbs/study/60_tournament.ipynb #027b4f95
@@ -359,7 +359,7 @@ def publish(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     "Write tournament.json, tournament.md and tournament.svg; returns the report."
     table = standings(report)
     verdicts = verdict_lines(report)
-    write_text(out / "tournament.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_json(out / "tournament.json", report)
     write_text(
         out / "tournament.md",
         table_markdown(table) + "".join(f"\n- {line}" for line in verdicts) + "\n",

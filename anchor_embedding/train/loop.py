@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 # %% ../../nbs/train/40_loop.ipynb #f3f20be4
 from ..common.errors import InputError, Stopped
-from ..common.files import write_text
+from ..common.files import write_json
 from ..common.progress import progress_bar
 from ..model.decoder import CausalDecoder
 from ..model.loading import return_freed_memory
@@ -298,9 +298,7 @@ def finish(run: Training) -> Path:
             "tokens": tokens,
             "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         }
-        write_text(
-            run.folder.path / "card.json", json.dumps(card, indent=1, ensure_ascii=False) + "\n"
-        )
+        write_json(run.folder.path / "card.json", card)
     run.embedder.save_merged(final)
     run.accelerator.wait_for_everyone()
     return final

@@ -8,7 +8,6 @@ __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'mak
            'began_with', 'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
-import json
 import math
 import os
 import time
@@ -34,7 +33,7 @@ from anchor_embedding.train.prepare import (
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
-from ..common.files import finite, write_text
+from ..common.files import finite, write_json
 from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
@@ -475,7 +474,7 @@ def write_card(run: Training) -> str:
         "versions": installed_versions(*packages),
     }
     if run.main:
-        write_text(path, json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+        write_json(path, card)
     trackers = {
         key: value if isinstance(value, int | float | str) else str(value)
         for key, value in recipe.to_dict().items()
