@@ -22,8 +22,8 @@ from ..common.provenance import installed_versions
 from ..common.show import counted, facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint, without_shared_texts
-from .embedder import Embedder, encode_texts, evaluating, load_embedder
-from ..model.decoder import CausalDecoder, context_of
+from .embedder import Embedder, encode_texts, load_embedder
+from ..model.decoder import CausalDecoder, context_of, evaluating
 from ..model.loading import check_head
 from ..model.packing import hidden_keys, pack, plain_attention
 from ..model.text import list_of_texts, opening_ids

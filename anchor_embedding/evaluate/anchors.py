@@ -16,7 +16,7 @@ from ..common.errors import InputError
 from ..data.batches import Instructions, TokenBatch, tokenize_batch
 from ..data.examples import Example, without_shared_texts
 from .retrieval import mean_cosine
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, evaluating
 from ..model.loading import check_head
 from ..model.packing import pack, token_budget_batches
 from ..model.text import opening_ids
@@ -142,12 +142,8 @@ class HeldoutAnchors:
         """
         decoder = embedder.decoder
         check_head(decoder, "the anchor gain")
-        training = decoder.training
-        decoder.eval()
-        try:
+        with evaluating(decoder):
             measured = [self._measure(embedder, batch) for batch in self.batches(embedder)]
-        finally:
-            decoder.train(training)
         figures = {}
         for name in DIRECTIONS:
             own, other, counts = (

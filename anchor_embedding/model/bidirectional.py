@@ -9,7 +9,7 @@ __all__ = ['ATTENTIONS', 'sees_later_tokens', 'set_attention']
 import torch
 
 from ..common.errors import InputError
-from .decoder import CausalDecoder
+from .decoder import CausalDecoder, evaluating
 from .packing import pack
 
 # %% ../../nbs/model/60_bidirectional.ipynb #37abd427
@@ -22,16 +22,12 @@ def sees_later_tokens(decoder: CausalDecoder) -> bool:
     tokens.
     """
     size = len(decoder.head.weight)
-    was_training = decoder.training
     ids = torch.randint(size, (12,), generator=torch.Generator().manual_seed(0)).tolist()
-    decoder.eval()
-    try:
+    with evaluating(decoder):
         before, after = (
             decoder.states(pack([ids[:-1] + [last]], decoder.device))
             for last in (ids[-1], (ids[-1] + 1) % size)
         )
-    finally:
-        decoder.train(was_training)
     change = ((after - before).float().norm(dim=-1) / before.float().norm(dim=-1))[:-1]
     return bool((change > (1e-4 if before.dtype == torch.float32 else 1e-2)).any())
 

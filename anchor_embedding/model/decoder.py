@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['POOLINGS', 'CausalDecoder', 'pool_eos', 'pool_mean', 'pool_weighted_mean', 'context_of', 'check_positions',
-           'repeated', 'check_echo', 'probe_texts', 'probe']
+           'repeated', 'check_echo', 'evaluating', 'probe_texts', 'probe']
 
 # %% ../../nbs/model/50_decoder.ipynb #fbcd04d4
 import math
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -277,6 +280,34 @@ def _check_anchors(
         "an anchor reaches another text",
     )
 
+# %% ../../nbs/model/50_decoder.ipynb #df1b6409
+# decoder → number of threads that use it, and the modules that were in training
+_EVALUATING = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def evaluating(decoder: CausalDecoder):
+    """Context without dropout, which several threads may enter at a time; when the last one leaves,
+    those modules are in training again that were before.
+    """
+    with _LOCK:
+        threads, training = _EVALUATING.get(decoder, (0, None))
+        if not threads:
+            training = [module for module in decoder.modules() if module.training]
+            decoder.eval()
+        _EVALUATING[decoder] = threads + 1, training
+    try:
+        yield
+    finally:
+        with _LOCK:
+            threads, training = _EVALUATING.pop(decoder)
+            if threads > 1:
+                _EVALUATING[decoder] = threads - 1, training
+            else:
+                for module in training:
+                    module.training = True
+
 # %% ../../nbs/model/50_decoder.ipynb #86414244
 def probe_texts(
     model,  # a causal LM of transformers
@@ -297,15 +328,12 @@ def probe(
     `InputError` naming model and fault.
     """
     model = decoder.causal_lm
-    was_training = decoder.training
     tolerance = 1e-3 if decoder.head.weight.dtype == torch.float32 else 0.1
-    decoder.eval()
     try:
-        texts = probe_texts(model)
-        decoder.logit_form = check_configuration(model.config)
-        _check_states(decoder, texts, eager or eager_outputs(model, texts), tolerance)
-        _check_anchors(decoder, *texts, tolerance)
+        with evaluating(decoder):
+            texts = probe_texts(model)
+            decoder.logit_form = check_configuration(model.config)
+            _check_states(decoder, texts, eager or eager_outputs(model, texts), tolerance)
+            _check_anchors(decoder, *texts, tolerance)
     except (InputError, TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
         raise InputError(f"{type(model).__name__} cannot be used: {error}") from error
-    finally:
-        decoder.train(was_training)

@@ -28,10 +28,13 @@ from anchor_embedding.model.loading import (
     load_tokenizer,
 )
 from ..model.text import TextTokenizer
-from ..model.vocabulary import taught_loss, vocabulary_loss
-from .ceiling import last_states, separator_ids
+from ..model.vocabulary import sums_of, taught_loss
+from .ceiling import separator_ids, states_after
 from .objective import SIDES, PairTokens, TextLengths
-from .reconstruction import Reconstruction, decode_states, no_targets
+from anchor_embedding.objectives.reconstruction import (
+    Reconstruction,
+    decode_sums,
+)
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #4daa5800
 def _version_of(name: str) -> str:
@@ -115,18 +118,14 @@ class DistilledReconstruction(Reconstruction):
         """(S, d'): the teacher's states for every target, after the source text. Raises
         `InputError` for two texts that are longer together than the teacher's context.
         """
-        inputs = []
-        numbers = []
-        targets = self.bodies(batch, directions)
-        for name, bodies in zip(directions, targets, strict=True):
-            for source, target in zip(getattr(batch, SIDES[name][0]), bodies, strict=True):
-                if target:
-                    inputs.append([*self.before, *source.body, *self.between, *target[:-1]])
-                    numbers.append(len(target))
-        longest = max(map(len, inputs))
-        check_positions(teacher, longest, "for the teacher, a text after its counterpart's text")
+        pairs = [
+            (source.body, target)
+            for name, bodies in zip(directions, self.bodies(batch, directions), strict=True)
+            for source, target in zip(getattr(batch, SIDES[name][0]), bodies, strict=True)
+            if target
+        ]
         with torch.no_grad():
-            return teacher(last_states, inputs, numbers)
+            return teacher(states_after, pairs, self.before, self.between, "for the teacher, ")[0]
 
     def decode(
         self,
@@ -138,24 +137,18 @@ class DistilledReconstruction(Reconstruction):
         "(len(directions),) sums over the targets: the second pass, and the teacher's."
         if not self.teacher_weight:
             return super().decode(decoder, anchors, batch, directions)
+
+        def loss(decoder, states, targets, counts):
+            teacher = self.loaded(decoder)
+            shown = self.taught_states(teacher, batch, directions)
+            parts = zip(states.split(counts), shown.split(counts), strict=True)
+            taught = torch.stack([taught_loss(decoder, own, teacher, seen) for own, seen in parts])
+            given = sums_of(decoder, states, targets, counts)
+            return (1 - self.teacher_weight) * given + self.teacher_weight * taught
+
         bodies = self.bodies(batch, directions)
-        counts = [sum(map(len, direction)) for direction in bodies]
-        if not sum(counts):
-            return no_targets(decoder, anchors, self.before).expand(len(counts))
-        flat = [body for direction in bodies for body in direction]
-        eos_id = self.end_of(batch.queries[0])
-        states, targets = decode_states(
-            decoder, anchors, flat, self.before, self.input_dropout, eos_id
-        )
-        teacher = self.loaded(decoder)
-        shown = self.taught_states(teacher, batch, directions)
-        parts = zip(*(x.split(counts) for x in (states, targets, shown)), strict=True)
-        sums = [
-            (1 - self.teacher_weight) * vocabulary_loss(decoder, state, target)
-            + self.teacher_weight * taught_loss(decoder, state, teacher, seen)
-            for state, target, seen in parts
-        ]
-        return torch.stack(sums)
+        noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
+        return decode_sums(decoder, anchors, bodies, self.before, **noise, loss=loss)
 
     def conflicts(self, recipe) -> Iterator[str]:
         "See `Objective.conflicts`."

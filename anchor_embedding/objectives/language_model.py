@@ -16,8 +16,8 @@ from ..common.settings import Share, given
 from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder, check_positions
 from ..model.text import TextTokenizer
-from ..model.vocabulary import vocabulary_loss
-from .ceiling import last_states
+from ..model.vocabulary import sums_of
+from .ceiling import states_after
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import TokenMeans
 
@@ -68,15 +68,8 @@ class LanguageModel(TokenMeans):
             pairs += [
                 (source.body, target.body) for source, target in zip(sources, targets, strict=True)
             ]
-        inputs = [[*self.before, *source, *self.between, *target[:-1]] for source, target in pairs]
-        longest = max(map(len, inputs))
-        check_positions(decoder, longest, "a text after its counterpart's whole text")
-        targets = [token for _, target in pairs for token in target]
-        targets = torch.tensor(targets, dtype=torch.int64).to(decoder.device, non_blocking=True)
-        counts = self.counts(batch, names)
-        states = last_states(decoder, inputs, [len(target) for _, target in pairs])
-        parts = zip(states.split(counts), targets.split(counts), strict=True)
-        return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
+        states, targets = states_after(decoder, pairs, self.before, self.between)
+        return sums_of(decoder, states, targets, self.counts(batch, names))
 
     def conflicts(self, recipe) -> Iterator[str]:
         "See `Objective.conflicts`."

@@ -8,7 +8,7 @@ __all__ = ['DecodeBatch', 'decode_batch', 'dropped', 'decode_states', 'decode_su
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #7f44a6ae
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -28,7 +28,7 @@ from anchor_embedding.model.ranks import (
     sync_gradients,
 )
 from ..model.text import TextTokenizer, TokenizedText, opening_ids
-from ..model.vocabulary import bag_loss, vocabulary_loss
+from ..model.vocabulary import bag_loss, sums_of, vocabulary_loss
 from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
 from .objective import SIDES, Objective, PairTokens, TextLengths
 
@@ -97,6 +97,8 @@ def decode_sums(
     eos_id: int = 0,
     first_tokens: int = 0,  # number of targets at the beginning of each text that are weighted
     first_weight: float = 1.0,  # their weight; all other targets weigh 1
+    # of states, targets and the number of targets of each direction; see `sums_of`
+    loss: Callable[..., torch.Tensor] = sums_of,
 ) -> torch.Tensor:  # (directions,) float32, nats
     """Sum of -log p over the targets of each direction (equations 3 and 4),
     with a weight for the first targets of each text.
@@ -106,8 +108,7 @@ def decode_sums(
         return no_targets(decoder, anchors, before).expand(len(counts))
     flat = [body for direction in bodies for body in direction]
     states, targets = decode_states(decoder, anchors, flat, before, input_dropout, eos_id)
-    parts = zip(states.split(counts), targets.split(counts), strict=True)
-    sums = torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
+    sums = loss(decoder, states, targets, counts)
     if first_weight == 1 or not first_tokens:
         return sums
     return sums + (first_weight - 1) * _first_sums(decoder, states, targets, bodies, first_tokens)
@@ -136,8 +137,7 @@ def _first_sums(decoder, states, targets, bodies, number):
         start += len(body)
     first = torch.tensor(first).to(targets.device, non_blocking=True)
     counts = [sum(min(len(body), number) for body in direction) for direction in bodies]
-    parts = zip(states[first].split(counts), targets[first].split(counts), strict=True)
-    return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
+    return sums_of(decoder, states[first], targets[first], counts)
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #6a01c2bf
 def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:

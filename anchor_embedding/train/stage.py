@@ -8,6 +8,7 @@ __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'mak
            'began_with', 'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
+import json
 import math
 import os
 import time
@@ -38,9 +39,9 @@ from ..common.provenance import installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example, draw_different, fingerprint
-from ..embed.embedder import Embedder, evaluating
+from ..embed.embedder import Embedder
 from ..embed.shared import SharedEmbedder
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, evaluating
 from ..model.loading import choose_device, choose_dtype, free_memory
 
 # %% ../../nbs/train/45_stage.ipynb #5ec97fa8
