@@ -21,6 +21,7 @@ import torch
 from ..common.errors import InputError
 from ..common.files import atomic_file, unnamed_file
 from ..data.batches import Instructions
+from .bm25 import Bm25, words
 from .corpus import Corpus
 from .embedder import Embedder
 from anchor_embedding.embed.encoders import (
@@ -128,9 +129,7 @@ def _matrix(file, rows: int, columns: int) -> np.ndarray:
 
 # %% ../../nbs/embed/63_candidates.ipynb #6c57e8a2
 class Bm25Scores:
-    """Scores by BM25 as in `evaluate.retrieval` (Lucene variant, k1 = 1.5, b = 0.75; English
-    stopwords, no stemmer).
-    """
+    "Scores by BM25, see `Bm25`."
 
     floor = 0.0  # score of a document with no word of the query
     queries = 32  # in a block
@@ -138,34 +137,19 @@ class Bm25Scores:
     @contextmanager
     def index(self, pool: Pool, folder: Path, bar):
         "Context in which the documents of a pool can be scored."
-        import bm25s
-
         numbers = np.arange(len(pool.documents[0]))
         corpus = []
         with pool.at_hand(numbers, folder) as readable_pool:
             for start in range(0, len(numbers), PART):
-                corpus += _words(readable_pool.document_texts(numbers[start : start + PART]))
+                corpus += words(readable_pool.document_texts(numbers[start : start + PART]))
                 bar.update(len(corpus) - start)
-        self.size = len(corpus)
-        self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(corpus) else None
-        if self.bm25:
-            self.bm25.index(corpus, show_progress=False)
+        self.bm25 = Bm25(corpus)
         yield
         del self.bm25
 
     def blocks(self, queries: list[str]) -> Iterator[tuple[int, torch.Tensor]]:
         "(0, (b, n) scores) for b queries and all n documents."
-        scores = np.zeros((len(queries), self.size), np.float32)
-        for row, words in zip(scores, _words(queries), strict=True):
-            if words and self.bm25:
-                row[:] = self.bm25.get_scores(words)
-        yield 0, torch.from_numpy(scores)
-
-
-def _words(texts: list[str]) -> list[list[str]]:
-    import bm25s
-
-    return bm25s.tokenize(texts, stopwords="english", return_ids=False, show_progress=False)
+        yield 0, torch.from_numpy(self.bm25.scores(queries))
 
 # %% ../../nbs/embed/63_candidates.ipynb #6ffc4bb8
 def find_candidates(

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic_ranks', 'retrieval_ranks', 'retrieval_metrics',
-           'mean_cosine', 'bm25_scores', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'same_text',
-           'HeldoutRetrieval']
+           'mean_cosine', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'same_text', 'HeldoutRetrieval']
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #f6b67f2d
 import unicodedata
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..common.errors import InputError
+from ..embed.bm25 import Bm25, words
 from ..embed.vectors import unit
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #03a0e6d7
@@ -134,11 +134,20 @@ def retrieval_ranks(
             f"{documents.shape[1]}: encode both with the same model"
         )
     relevant = checked_relevant(relevant, len(queries), len(documents))
-    ignored = [()] * len(queries) if ignored is None else ignored
-    rows = max(1, cells // len(documents))
+
+    def scores(part):
+        return queries[part] @ documents.T
+
+    return _ranks_in_parts(scores, relevant, ignored, TIE, max(1, cells // len(documents)))
+
+
+def _ranks_in_parts(scores, relevant, ignored, tie: float, rows: int) -> list:
+    "`pessimistic_ranks` with the scores of some queries (a slice of them) at a time."
+    ignored = [()] * len(relevant) if ignored is None else ignored
     ranks = []
-    for part in (slice(start, start + rows) for start in range(0, len(queries), rows)):
-        ranks += pessimistic_ranks(queries[part] @ documents.T, relevant[part], TIE, ignored[part])
+    for start in range(0, len(relevant), rows):
+        part = slice(start, start + rows)
+        ranks += pessimistic_ranks(scores(part), relevant[part], tie, ignored[part])
     return ranks
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #2a4adfa4
@@ -168,32 +177,6 @@ def mean_cosine(
     second = (first + rng.integers(1, len(vectors), pairs)) % len(vectors)
     return float((vectors[first] * vectors[second]).sum(axis=1).mean())
 
-# %% ../../nbs/evaluate/10_retrieval.ipynb #6223df77
-def bm25_scores(
-    queries: Sequence[str],  # n texts
-    documents: Sequence[str],  # m texts
-) -> np.ndarray:  # (n, m) float32
-    """The BM25 score of every document for every query (Lucene variant, k1 = 1.5, b = 0.75; no
-    stemmer).
-    """
-    import bm25s
-
-    def words(texts):
-        return bm25s.tokenize(
-            list(texts), stopwords="english", return_ids=False, show_progress=False
-        )
-
-    corpus = words(documents)
-    scores = np.zeros((len(queries), len(documents)), np.float32)
-    if not any(corpus):
-        return scores
-    index = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
-    index.index(corpus, show_progress=False)
-    for row, query in zip(scores, words(queries), strict=True):
-        if query:
-            row[:] = index.get_scores(query)
-    return scores
-
 # %% ../../nbs/evaluate/10_retrieval.ipynb #698c2588
 def bm25_ranks(
     queries: Sequence[str],  # n texts
@@ -204,13 +187,10 @@ def bm25_ranks(
 ) -> list:  # n entries, see `query_ndcg`
     "The ranks of the relevant documents by BM25; ties count against them."
     relevant = checked_relevant(relevant, len(queries), len(documents))
-    ignored = [()] * len(queries) if ignored is None else ignored
-    ranks = []
-    for part in (slice(start, start + rows) for start in range(0, len(queries), rows)):
-        ranks += pessimistic_ranks(
-            bm25_scores(queries[part], documents), relevant[part], 0.0, ignored[part]
-        )
-    return ranks
+    bm25 = Bm25(words(documents))
+    return _ranks_in_parts(
+        lambda part: bm25.scores(queries[part]), relevant, ignored, tie=0.0, rows=rows
+    )
 
 
 def bm25_metrics(
@@ -339,7 +319,7 @@ class HeldoutRetrieval:
     ) -> list[tuple[int, float]]:  # index and score of a document, best first
         "The k best documents for a query."
         if scores is None:
-            scores = bm25_scores([self.queries[query]], self.documents)[0]
+            scores = Bm25(words(self.documents)).scores([self.queries[query]])[0]
         ignored = self.ignored[query]
         best = [j for j in top_hits(scores, k + len(ignored)) if j not in ignored]
         return [(int(j), float(scores[j])) for j in best[:k]]
