@@ -73,39 +73,19 @@ def device_name(
     return f"{device.type} {platform.machine()}, {torch.get_num_threads()} threads"
 
 # %% ../../nbs/common/15_provenance.ipynb #248495d3
-def _runs_without_result(folder):
-    "The runs of the arm `folder` whose result was moved to another place."
-    arms = {folder.name, *(path.name for path in folder.parent.glob("*"))}
-    runs = []
-    for run in folder.parent.glob(f"runs/{folder.name}-*"):
-        # the run `anchor-long-stage1` is of the arm `anchor-long`, not of `anchor`
-        arm = max((name for name in arms if run.name.startswith(f"{name}-")), key=len)
-        if arm == folder.name and not (run / "final").exists():
-            runs.append(run)
-    return runs
-
-
-def _ended(run):
-    "Whether the card of a run has the totals that are written at its end."
-    try:
-        return "seconds" in json.loads((run / "card.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+def _with_card(*places: Path) -> Path | None:
+    "The first of these folders that holds a card."
+    return next((place for place in places if (place / "card.json").is_file()), None)
 
 
 def find_cards(
-    folder: Path,  # of a model
-) -> list[dict]:  # first stage first; empty for a model without a run
+    folder: Path,  # of a model, a checkpoint or a run
+) -> list[dict]:  # first stage first; empty for a model without a card
     "The cards of the runs that made a model. Raises `InputError` for a damaged card."
-    runs = _runs_without_result(folder)
-    if len(runs) > 1:  # an arm whose name begins alike has not ended
-        runs = [run for run in runs if _ended(run)]
-    run = runs[0] if len(runs) == 1 else folder.parent
-    if (folder / "card.json").is_file():  # the run itself
-        run = folder
+    run = _with_card(folder, folder.parent)
     cards = []
     seen = set()
-    while (run / "card.json").is_file() and run.resolve() not in seen:
+    while run and run.resolve() not in seen:
         seen.add(run.resolve())
         try:
             cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
@@ -117,8 +97,10 @@ def find_cards(
             ) from error
         if len(base.parts) < 2:  # a model by its name, or a folder that no run has made
             break
-        earlier = base.parent
-        run = earlier if (earlier / "card.json").is_file() else run.parent / earlier.name
+        # the runs may have been moved together
+        places = (run.parent, run.parent.parent, run.parent / "runs")
+        moved = [place / base.parent.name for place in places]
+        run = _with_card(base, base.parent, *moved)
     if cards and folder.name.startswith("step-"):
         cards[-1]["checkpoint"] = folder.name
     return cards

@@ -9,6 +9,7 @@ __all__ = ['TRIM_EVERY', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_g
 # %% ../../nbs/train/40_loop.ipynb #67bd46b3
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -300,5 +301,7 @@ def finish(run: Training) -> Path:
         }
         write_json(run.folder.path / "card.json", card)
     run.embedder.save_merged(final)
+    if run.main:
+        shutil.copyfile(run.folder.path / "card.json", final / "card.json")
     run.accelerator.wait_for_everyone()
     return final
