@@ -1415,8 +1415,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'anchor_embedding/evaluate/local_tasks.py')},
             'anchor_embedding.evaluate.paper': { 'anchor_embedding.evaluate.paper._resource': ( 'evaluate/paper.html#_resource',
                                                                                                 'anchor_embedding/evaluate/paper.py'),
-                                                 'anchor_embedding.evaluate.paper.paper_averages': ( 'evaluate/paper.html#paper_averages',
-                                                                                                     'anchor_embedding/evaluate/paper.py'),
                                                  'anchor_embedding.evaluate.paper.paper_scores': ( 'evaluate/paper.html#paper_scores',
                                                                                                    'anchor_embedding/evaluate/paper.py'),
                                                  'anchor_embedding.evaluate.paper.paper_table': ( 'evaluate/paper.html#paper_table',

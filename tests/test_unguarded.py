@@ -651,3 +651,14 @@ def test_a_run_that_has_a_model_has_its_totals(base, pairs, tmp_path):
     train(recipe, tmp_path / "run", resume=True, progress=False, say=said.append)
     assert (tmp_path / "run" / "final").exists()
     assert any(f"only 0 of the {recipe.steps} steps before are logged" in line for line in said)
+
+
+def test_an_adapter_names_its_base_by_the_whole_path(base, pairs, tmp_path, monkeypatch):
+    """A relative path would name another model when the checkpoint is read from another folder."""
+    monkeypatch.chdir(base.parent)
+    recipe = small(base.name, pairs, tuning="lora", checkpoint_every=3)
+    train(recipe, tmp_path / "run", progress=False, say=quiet)
+    adapter = tmp_path / "run" / "step-000003" / "adapter_config.json"
+    assert json.loads(adapter.read_text())["base_model_name_or_path"] == str(base)
+    monkeypatch.chdir(tmp_path)
+    load_embedder(tmp_path / "run" / "step-000003")

@@ -28,7 +28,6 @@ from .packing import token_budget_batches
 
 # %% ../../nbs/model/70_ranks.ipynb #81aa370e
 def sync_gradients(
-    accelerator,  # accelerate.Accelerator
     model,  # the wrapped module
     now: bool,  # whether this is the step's last micro-batch
 ):

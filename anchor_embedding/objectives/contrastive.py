@@ -337,7 +337,7 @@ class Contrastive(ContrastiveLoss):
             states.append(random_state(device))
             with (
                 torch.set_grad_enabled(index == 0),
-                sync_gradients(accelerator, model, now=exchange and not last),
+                sync_gradients(model, now=exchange and not last),
             ):
                 vectors.append(model(self.encode, part))
         order = text_order(batch, groups).to(device, non_blocking=True)
@@ -347,11 +347,11 @@ class Contrastive(ContrastiveLoss):
         )
         # times `world`, because wrappers average over ranks
         upstreams = (gradient[order] * (self.scale * world)).split([*map(len, vectors)])
-        with sync_gradients(accelerator, model, now=exchange and not last):
+        with sync_gradients(model, now=exchange and not last):
             accelerator.backward((vectors.pop(0).float() * upstreams[0]).sum())
         for index in range(1, len(parts)):
             with (
-                sync_gradients(accelerator, model, now=exchange and index == last),
+                sync_gradients(model, now=exchange and index == last),
                 replayed(states[index], device),
             ):
                 again = model(self.encode, parts[index])

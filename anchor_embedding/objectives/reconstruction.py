@@ -190,7 +190,7 @@ class TokenMeans(Objective):
         counts = global_sum(accelerator, counts.to(accelerator.device, non_blocking=True))
         totals = torch.zeros_like(weight)
         for index, part in enumerate(parts):
-            with sync_gradients(accelerator, model, now=index == len(parts) - 1):
+            with sync_gradients(model, now=index == len(parts) - 1):
                 means = model(self.sums, part, names) / divisors(counts)
                 accelerator.backward((weight * means).sum() * accelerator.num_processes)
             totals += means.detach()

@@ -153,7 +153,7 @@ class ReleasedReconstruction(Anchored):
         parts = self.micro_batches(model, batch)
         terms = 0.0
         for index, part in enumerate(parts):
-            with sync_gradients(accelerator, model, now=index == len(parts) - 1):
+            with sync_gradients(model, now=index == len(parts) - 1):
                 means = model(self.means, part) / len(parts)
                 accelerator.backward(self.weighted(means))  # wrappers average over ranks
             terms = terms + means.detach()
