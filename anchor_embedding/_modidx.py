@@ -960,8 +960,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._fill': ( 'embed/index.html#_fill',
                                                                                       'anchor_embedding/embed/index.py'),
-                                              'anchor_embedding.embed.index._first_line': ( 'embed/index.html#_first_line',
-                                                                                            'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._lancedb': ( 'embed/index.html#_lancedb',
                                                                                          'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._read_about': ( 'embed/index.html#_read_about',

@@ -5,6 +5,11 @@ class InputError(ValueError):
     """Something a user gave (a file, a row, a setting, a model) cannot be used; the message says what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class Stopped(Exception):
     """A run ended because it was told to (Ctrl-C, SIGTERM), with everything up to then saved;
     `signal` is its number, `remedy` how it goes on.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from ..common.show import counted
 from .examples import NEGATIVES, POSITIVE, QUERY, with_title
 
@@ -235,7 +235,7 @@ def parquet_rows(path, opened, wanted=is_read):
                     yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again"
+            f"{path}: not a readable Parquet file ({first_line(error)}); write it again"
         ) from None
 
 

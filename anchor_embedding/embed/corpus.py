@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
 from .. import __version__
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from ..common.files import atomic_file, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
@@ -395,13 +395,13 @@ class Corpus:
                 "corpus again with --resume"
             ) from None
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(number, str(error).splitlines()[0]) from None
+            raise self._damaged(number, first_line(error)) from None
 
     def _read(self, number: int, columns: Sequence[str]) -> pa.Table:
         try:
             return self._open(number).read([*columns])
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(number, str(error).splitlines()[0]) from None
+            raise self._damaged(number, first_line(error)) from None
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray]]:
         "(positions, (n, d) vectors as stored) of each shard, in order."

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from .embedder import BARE_TOKENIZER, SETTINGS_FILE, Embedder
 from ..model.base import resolve_base
 
@@ -86,7 +86,7 @@ def load_model(
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise InputError(
-            f"cannot load the sentence-transformers model {path}: {str(error).splitlines()[0]}"
+            f"cannot load the sentence-transformers model {path}: {first_line(error)}"
         ) from error
 
 # %% ../../nbs/embed/20_encoders.ipynb #b7b4168e
@@ -181,7 +181,7 @@ def model_revision(
     except OSError as error:
         raise InputError(
             f"there is no model {str(model)!r}, neither a folder nor on the hub: "
-            f"{str(error).splitlines()[0]}"
+            f"{first_line(error)}"
         ) from None
     return re.search(r"snapshots/([^/]+)", str(config))[1]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from ..common.files import atomic_folder, locked, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions
@@ -49,10 +49,6 @@ def _connect(folder: Path):
     "A connection with a limited cache."
     lancedb = _lancedb()
     return lancedb.connect(folder, session=lancedb.Session(index_cache_size_bytes=CACHE))
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 # %% ../../nbs/embed/67_index.ipynb #e8408ab0
 class _Documents:
@@ -207,7 +203,7 @@ class Index:
             yield
         except Exception as error:
             raise InputError(
-                f"{self.corpus.folder / FOLDER} is damaged ({_first_line(error)}); "
+                f"{self.corpus.folder / FOLDER} is damaged ({first_line(error)}); "
                 f"{_remedy(self.corpus)}"
             ) from error
 
