@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -117,7 +117,10 @@ def atomic_file(path: str | os.PathLike):
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike):
+def atomic_folder(
+    path: str | os.PathLike,
+    own: Container[str] = (),  # names in it of folders that hold what no user puts there
+):
     """Context manager: a new folder to fill. If the block ends without an error, it becomes `path`.
     An older folder with the same files is replaced in one step. Raises `InputError` for a path that
     cannot be written, and for an older folder with other files.
@@ -128,11 +131,11 @@ def atomic_folder(path: str | os.PathLike):
             yield aside
             _keep_mode(path, aside)
             _sync_all(aside)
-            _put_folder(aside, path)
+            _put_folder(aside, path, own)
         sync(path.parent)
 
 
-def _put_folder(aside: Path, path: Path) -> None:
+def _put_folder(aside: Path, path: Path, own: Container[str]) -> None:
     "Rename a folder to `path`; replace an older one unless that would lose files."
     try:
         os.rename(aside, path)
@@ -141,8 +144,8 @@ def _put_folder(aside: Path, path: Path) -> None:
             raise
     else:
         return
-    new = {str(entry.relative_to(aside)) for entry in aside.rglob("*")}
-    others = sorted({str(entry.relative_to(path)) for entry in path.rglob("*")} - new)
+    old, new = ({e.relative_to(folder) for e in folder.rglob("*")} for folder in (path, aside))
+    others = sorted(str(entry) for entry in old - new if entry.parts[0] not in own)
     if others:
         raise InputError(
             f"cannot write {path}: it holds other files ({', '.join(others[:3])}); "

@@ -117,7 +117,7 @@ def build_index(
         remedy="build the index of a copy of the folder",
     ):
         _remove_leftovers(corpus.folder)
-        with atomic_folder(path) as aside:
+        with atomic_folder(path, own=(f"{TABLE}.lance",)) as aside:
             _fill(aside, corpus, partitions, progress)
             if Corpus(corpus.folder).state() != state:
                 raise InputError(
