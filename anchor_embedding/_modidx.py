@@ -1167,6 +1167,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/embed/shared.py'),
                                                'anchor_embedding.embed.shared.SharedEmbedder.__init__': ( 'embed/shared.html#sharedembedder.__init__',
                                                                                                           'anchor_embedding/embed/shared.py'),
+                                               'anchor_embedding.embed.shared.SharedEmbedder._merged': ( 'embed/shared.html#sharedembedder._merged',
+                                                                                                         'anchor_embedding/embed/shared.py'),
                                                'anchor_embedding.embed.shared.SharedEmbedder.encode': ( 'embed/shared.html#sharedembedder.encode',
                                                                                                         'anchor_embedding/embed/shared.py'),
                                                'anchor_embedding.embed.shared.SharedEmbedder.save_merged': ( 'embed/shared.html#sharedembedder.save_merged',

@@ -662,3 +662,27 @@ def test_an_adapter_names_its_base_by_the_whole_path(base, pairs, tmp_path, monk
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == str(base)
     monkeypatch.chdir(tmp_path)
     load_embedder(tmp_path / "run" / "step-000003")
+
+
+def test_a_finished_run_is_finished_again_and_a_model_is_saved_over_itself(base, pairs, tmp_path):
+    """A job that a cluster starts again finds its work done. The card in `final` is the run's."""
+    recipe = small(base, pairs, checkpoint_every=3)
+    train(recipe, tmp_path / "run", progress=False, say=quiet)
+    final = train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert (final / "card.json").read_text() == (tmp_path / "run" / "card.json").read_text()
+    load_embedder(final).save_pretrained(final)
+    assert not (final / "card.json").exists()  # what is there now may be another model
+
+
+def test_an_adapter_of_a_model_without_a_name_has_no_base(base, pairs, tmp_path, monkeypatch):
+    """The working folder is not its base."""
+    monkeypatch.chdir(base)
+    embedder, _ = prepare_embedder(
+        small(base, pairs, tuning="lora"), torch.device("cpu"), say=quiet
+    )
+    embedder.decoder.causal_lm.name_or_path = ""
+    for adapter in embedder.decoder.model.peft_config.values():
+        adapter.base_model_name_or_path = None
+    embedder.save_pretrained(tmp_path / "adapter")
+    kept = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert not kept["base_model_name_or_path"]

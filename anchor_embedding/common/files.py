@@ -27,12 +27,12 @@ from .errors import InputError
 # %% ../../nbs/common/10_files.ipynb #8bbfc045
 def _is_of_another(error: Exception, path: Path) -> bool:
     "Whether an error names a file that is not `path`, beside it or above it, such as a source."
-    name = getattr(error, "filename", None)
-    if not isinstance(name, str):
-        return False
-    named = Path(name).absolute()
     real = Path(os.path.realpath(path))
-    return real.parent not in (named, *named.parents) and named not in real.parents
+    names = [getattr(error, key, None) for key in ("filename", "filename2")]
+    named = [Path(os.path.realpath(name)) for name in names if isinstance(name, str)]
+    return bool(named) and not any(
+        real.parent in (place, *place.parents) or place in real.parents for place in named
+    )
 
 
 @contextmanager
@@ -185,9 +185,13 @@ def write_json(path: str | os.PathLike, content) -> None:
 
 def check_place(path: str | os.PathLike) -> None:
     "Raise `InputError` if a file cannot be written; called before the work whose result it holds."
-    place = Path(path).absolute()
-    above = next((folder for folder in place.parents if folder.exists()), place)
-    if place.is_dir() or not above.is_dir():
+    try:
+        place = _real(path).absolute()
+        above = next((folder for folder in place.parents if folder.exists()), place)
+        in_folder = not place.is_dir() and above.is_dir() and "\0" not in str(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path}: {error}; choose another place") from None
+    if not in_folder:
         raise InputError(f"cannot write {path}: name a file, in a folder")
     of_files = place.is_file() or not place.exists()  # a device or a pipe is written directly
     if of_files and not os.access(above, os.W_OK | os.X_OK):

@@ -6,7 +6,6 @@
 __all__ = ['FOLDER', 'ABOUT', 'TABLE', 'PROBES', 'CACHE', 'REFINE', 'SAMPLE', 'build_index', 'Index', 'search_index']
 
 # %% ../../nbs/embed/67_index.ipynb #2f88eea0
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

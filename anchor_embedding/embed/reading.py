@@ -35,7 +35,7 @@ def _attend(module, query, key, value, scaling, dropout, window, softcap) -> tor
     are (n, H_kv, T, D).
     """
     hidden = hidden_keys(query.shape[2], key.shape[2], window, query.device)
-    query, key = (x.to(value.dtype) for x in (query, key))
+    query, key = query.float(), key.float()  # so that scores are, also where values are bfloat16
     scale = scaling or query.shape[-1] ** -0.5
     return plain_attention(query, key, value, hidden, scale, softcap=softcap).transpose(1, 2)
 

@@ -6,9 +6,11 @@
 __all__ = ['check_same_texts', 'SharedEmbedder']
 
 # %% ../../nbs/embed/12_shared.ipynb #041ab865
+import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ import torch
 from accelerate import Accelerator
 
 from ..common.errors import InputError
-from ..common.files import disk_errors
-from .embedder import Embedder, one_for_each, write_embedder
+from ..common.files import atomic_folder, disk_errors
+from .embedder import CARD, Embedder, one_for_each, write_embedder
 from ..model.loading import merge_lora
 from anchor_embedding.model.ranks import (
     balanced_share,
@@ -122,17 +124,31 @@ class SharedEmbedder(Embedder):
         "Write weights or adapters, tokenizer and settings. Only the main process may call it."
         write_embedder(self, folder, weights)
 
-    def save_merged(self, folder: Path) -> None:
+    def save_merged(
+        self,
+        folder: Path,
+        card: Path | None = None,  # of the run, copied into the folder
+    ) -> None:
         "Save the model with its adapters merged. Every process must call it; the main one writes."
         weights = self.whole_weights()
         if not self.accelerator.is_main_process:
             return
+        with disk_errors(folder), self._merged(folder, weights) as whole:
+            with atomic_folder(folder, own=(CARD,)) as aside:
+                write_embedder(whole, aside)
+                if card:
+                    shutil.copyfile(card, aside / CARD)
+
+    @contextmanager
+    def _merged(self, folder: Path, weights: dict[str, torch.Tensor] | None):
+        "Context with the model whose adapters are merged; one that was sharded is put together."
         if weights is None:
             merge_lora(self.decoder)
-            self.save_pretrained(folder)
+            yield self
             return
-        with disk_errors(folder):
-            with tempfile.TemporaryDirectory(prefix=".final.", dir=folder.parent) as aside:
-                self.write(Path(aside), weights)
-                whole = Embedder.from_pretrained(aside, dtype="float32", device="cpu")
-            whole.save_pretrained(folder)
+        # on a network's disk, files that are still mapped cannot be removed
+        with tempfile.TemporaryDirectory(
+            prefix=".final.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as aside:
+            self.write(Path(aside), weights)
+            yield Embedder.from_pretrained(aside, dtype="float32", device="cpu")

@@ -77,6 +77,8 @@ def context_losses(
     different = list(dict.fromkeys(keys))
     around = len(before) + len(separator) - 1
     lengths = [around + len(context) + len(target) for context, target in different]
+    # before the first of them is computed
+    check_positions(decoder, max(lengths, default=0), "a text after its counterpart's whole text")
     of_sequences = {}
     for group in token_budget_batches(lengths, token_budget):
         pairs = [different[index] for index in group]

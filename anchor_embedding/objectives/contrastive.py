@@ -152,14 +152,17 @@ class ContrastiveLoss(Objective):
         parts = torch.arange(pairs, device=vectors.device).split(
             max(1, most_scores // len(vectors))
         )
+        if len(parts) == 1:
+            loss, infonce, counts = loss_of_pairs(self, unit, facts, pairs, parts[0])
+            return loss, infonce.detach(), counts
         again = {"use_reentrant": False, "preserve_rng_state": False}
         terms = [
             checkpoint(loss_of_pairs, self, unit, facts, pairs, part, **again) for part in parts
         ]
         losses, infonces, counts = zip(*terms, strict=True)
         share = unit.new_tensor([len(part) / pairs for part in parts])
-        infonce = (torch.stack(infonces) @ share).detach()
-        return torch.stack(losses) @ share, infonce, torch.cat(counts)
+        infonce = (torch.stack(infonces) * share).sum().detach()
+        return (torch.stack(losses) * share).sum(), infonce, torch.cat(counts)
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #b9d3448a
 def contrastive_terms(

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

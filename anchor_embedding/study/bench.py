@@ -9,7 +9,6 @@ __all__ = ['PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS', 'PACKAGES', 'Request',
            'busy_warning', 'contest_record', 'bench']
 
 # %% ../../nbs/study/70_bench.ipynb #d68cfdfa
-import json
 import os
 import platform
 import random

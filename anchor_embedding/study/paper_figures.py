@@ -133,13 +133,12 @@ def at_common_steps(curve: pd.Series) -> pd.Series:
     """The values at the steps that all runs of an arm have, so that a mean is over the same runs at
     every step. InputError if there is no such step.
     """
-    curve = curve.dropna()
-    runs = curve.index.droplevel(0).nunique() if curve.index.nlevels > 1 else 1
-    kept = curve[curve.groupby(level=0).transform("size") == runs]
+    curve = kept = curve.dropna()
+    if curve.index.nlevels > 1:
+        runs = curve.index.droplevel(0).nunique()
+        kept = curve[curve.groupby(level=0).transform("size") == runs]
     if kept.empty:
-        raise InputError(
-            f"{curve.name}: no step has scores of all runs; leave some of the runs out"
-        )
+        raise InputError(f"{curve.name}: no step has scores of all runs; leave out those without")
     return kept
 
 

@@ -95,11 +95,11 @@ def seed_figures(
     report: dict,  # see `read_report`
     name: str,  # of an arm, "base" or "bm25"
 ) -> np.ndarray | None:  # (seeds, queries), one row for one run; None without ranks
-    "nDCG@10 of every held-out query in every run of an arm, in the order of the seeds."
+    "nDCG@10 of every held-out query in every run of an arm, seeds in the same order for every arm."
     ranks = report.get("ranks", {}).get(name)
     if not ranks:
         return None
-    runs = [ranks[seed] for seed in sorted(ranks, key=int)] if isinstance(ranks, dict) else [ranks]
+    runs = [ranks[seed] for seed in sorted(ranks)] if isinstance(ranks, dict) else [ranks]
     return np.stack([query_ndcg(run) for run in runs])
 
 
@@ -329,8 +329,8 @@ def _scale_sentence(report):
 
 def _first_seed(report):
     "With several seeds: what is shown of the first one only."
-    seeds = report.get("seeds", [])
-    if len(seeds) < 2:
+    seeds = report.get("seeds")
+    if not isinstance(seeds, list) or len(seeds) < 2:
         return []
     return [f"Losses, anchor gains and example searches are those of the first seed ({seeds[0]})."]
 

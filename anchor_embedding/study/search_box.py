@@ -9,7 +9,6 @@ __all__ = ['SHOWN', 'Answer', 'nearest', 'hits_html', 'search_box']
 import html
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -56,7 +55,7 @@ Answer = Callable[[str], list[tuple[str, float]]]  # query → (text, cosine), t
 
 def _over_texts(embedder, texts, top, instruction) -> tuple[str, Answer]:
     "A description of the texts, which are encoded here, and the function that searches them."
-    if isinstance(texts, str | os.PathLike) and Path(texts).is_dir():
+    if isinstance(texts, str | os.PathLike) and os.path.isdir(texts):
         raise InputError(f"{texts} is a folder: give Corpus({str(texts)!r}) to search it")
     texts = list_of_texts(texts)
     if not texts:

@@ -9,7 +9,6 @@ __all__ = ['TRIM_EVERY', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_g
 # %% ../../nbs/train/40_loop.ipynb #67bd46b3
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -300,8 +299,6 @@ def finish(run: Training) -> Path:
             "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         }
         write_json(run.folder.path / "card.json", card)
-    run.embedder.save_merged(final)
-    if run.main:
-        shutil.copyfile(run.folder.path / "card.json", final / "card.json")
+    run.embedder.save_merged(final, run.folder.path / "card.json")
     run.accelerator.wait_for_everyone()
     return final

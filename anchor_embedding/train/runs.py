@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 # %% ../../nbs/train/30_runs.ipynb #5fc73ee6
 from ..common.errors import InputError
-from ..common.files import atomic_folder, read_json, sync, write_text
+from ..common.files import atomic_folder, disk_errors, read_json, sync, write_text
 from ..common.show import cell_text, curve, facts_html, rows_html
 from ..model.decoder import CausalDecoder
 from ..model.loading import check_report
@@ -148,7 +148,8 @@ class RunFolder:
         "Return when the lines of the logs are on the disk."
         for name in ("metrics.jsonl", "evals.jsonl"):
             if self.main and (self.path / name).exists():
-                sync(self.path / name)
+                with disk_errors(self.path / name):
+                    sync(self.path / name)
 
     def __repr__(self) -> str:
         try:
@@ -203,8 +204,14 @@ def recipes_of(folder: Path) -> dict[Path, Recipe]:
     card = folder / "card.json"
     values = read_card(card).get("recipe") if card.exists() else None
     if values:
-        infinite = {key: math.inf for key, value in values.items() if value == "inf"}
-        recipes[card] = recipe_from_dict(values | infinite)
+        try:
+            infinite = {key: math.inf for key, value in values.items() if value == "inf"}
+            recipes[card] = recipe_from_dict(values | infinite)
+        except (AttributeError, InputError) as error:
+            raise InputError(
+                f"{card}: its recipe cannot be read ({error}); remove the card, and the run goes on "
+                "without it"
+            ) from None
     return recipes
 
 
