@@ -35,7 +35,8 @@ def _attend(module, query, key, value, scaling, dropout, window, softcap) -> tor
     are (n, H_kv, T, D).
     """
     hidden = hidden_keys(query.shape[2], key.shape[2], window, query.device)
-    query, key = query.float(), key.float()  # so that scores are, also where values are bfloat16
+    # so that scores are float32 also where values are bfloat16
+    query, key = (x.float() for x in (query, key))
     scale = scaling or query.shape[-1] ** -0.5
     return plain_attention(query, key, value, hidden, scale, softcap=softcap).transpose(1, 2)
 
