@@ -134,7 +134,7 @@ class SharedEmbedder(Embedder):
         if not self.accelerator.is_main_process:
             return
         with disk_errors(folder), self._merged(folder, weights) as whole:
-            with atomic_folder(folder, own=(CARD,)) as aside:
+            with atomic_folder(folder) as aside:
                 write_embedder(whole, aside)
                 if card:
                     shutil.copyfile(card, aside / CARD)
