@@ -2511,6 +2511,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'anchor_embedding/objectives/released.py'),
                                                       'anchor_embedding.objectives.released.ReleasedReconstruction': ( 'objectives/released.html#releasedreconstruction',
                                                                                                                        'anchor_embedding/objectives/released.py'),
+                                                      'anchor_embedding.objectives.released.ReleasedReconstruction.averages_by_process': ( 'objectives/released.html#releasedreconstruction.averages_by_process',
+                                                                                                                                           'anchor_embedding/objectives/released.py'),
                                                       'anchor_embedding.objectives.released.ReleasedReconstruction.bodies': ( 'objectives/released.html#releasedreconstruction.bodies',
                                                                                                                               'anchor_embedding/objectives/released.py'),
                                                       'anchor_embedding.objectives.released.ReleasedReconstruction.conflicts': ( 'objectives/released.html#releasedreconstruction.conflicts',

@@ -228,11 +228,13 @@ def parquet_rows(path, opened, wanted=is_read):
         with opened(path) as raw:
             file = pq.ParquetFile(raw, buffer_size=2**20)
             number = 0
-            columns = [name for name in file.schema_arrow.names if wanted(name)]
+            names = file.schema_arrow.names
+            columns = [name for name in names if wanted(name)]
+            others = dict.fromkeys(name for name in names if not wanted(name))
             for batch in file.iter_batches(batch_size=1000, columns=columns, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", row
+                    yield f"{path}: row {number}", row | others
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: not a readable Parquet file ({first_line(error)}); write it again"
@@ -246,11 +248,13 @@ def arrow_rows(name, paths, opened):
     number = 0
     for path in paths:
         with opened(path) as raw, pa.ipc.open_stream(raw) as stream:
+            names = stream.schema.names
+            columns = [name for name in names if is_read(name)]
+            others = dict.fromkeys(name for name in names if not is_read(name))
             for batch in stream:
-                batch = batch.select([column for column in batch.schema.names if is_read(column)])
-                for row in batch.to_pylist():
+                for row in batch.select(columns).to_pylist():
                     number += 1
-                    yield f"{name}: row {number}", row
+                    yield f"{name}: row {number}", row | others
 
 # %% ../../nbs/data/12_rows.ipynb #bd9cc7e6
 class _Texts:
