@@ -45,13 +45,13 @@ def _converted(text, option):
         inside = typing.get_args(option)[0]
         return tuple(inside(part.strip()) for part in text.split(",") if part.strip())
     if option is str or option == text:
-        return text
+        return text.replace("\\n", "\n")
     raise ValueError
 
 
 def parse_value(key: str, text: str, kind):
     """Text converted to the type of its setting: true/false for a bool, commas between the items of
-    a list, `none` for a setting that may be off.
+    a list, `none` for a setting that may be off, \\n for a line break.
     """
     text = text.strip()
     for option in _options(kind):
