@@ -84,6 +84,8 @@ class Objective(Checked):
     # the texts of a batch compete, so it needs two pairs and GradCache
     compares_texts: ClassVar[bool] = False
     splits_by_budget: ClassVar[bool] = True  # `token_budget` splits a batch and changes no result
+    # the loss depends on how the pairs of a batch are divided among the processes
+    averages_by_process: ClassVar[bool] = False
     # has a `part_loss`, whose gradient in float32 is compared with the run's
     follows_gradient: ClassVar[bool] = False
     soft_tokens: ClassVar = None  # the `SoftTokens` that continue a text before pooling

@@ -88,6 +88,11 @@ class ReleasedReconstruction(Anchored):
             )
         return replace(self, eos_id=tokenizer.tokenizer.eos_token_id)
 
+    @property
+    def averages_by_process(self) -> bool:
+        "Only micro-batches of one pair are the same on any number of processes."
+        return self.micro_batch_size != 1
+
     def weights(self) -> dict[str, float]:
         "The weight of each direction in the loss."
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}

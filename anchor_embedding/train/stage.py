@@ -424,7 +424,8 @@ def course_of_rate(recipe: Recipe) -> str:
 
 def write_card(run: Training) -> str:
     """Write card.json and return one line for the log. Raises `InputError` if the data, the base, the
-    instructions or a teacher are not those that the run began with.
+    instructions or a teacher are not those that the run began with, or if its loss depends on
+    the number of processes and that has changed.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
@@ -441,6 +442,13 @@ def write_card(run: Training) -> str:
                 f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
                 f"the same name (see {path}); restore it or choose another --out"
             )
+    processes = before.get("processes", run.world)
+    if processes != run.world and recipe.objective.averages_by_process:
+        raise InputError(
+            f"`objective` = {recipe.objective_name!r}: its loss depends on the number of processes, "
+            f"and this run began with {processes}, not {run.world}; resume with {processes}, or "
+            "choose another --out"
+        )
     start = {
         "step": run.first,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
