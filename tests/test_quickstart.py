@@ -1,4 +1,4 @@
-"""The main command, shortened: both arms on a tiny base and docstring pairs; the real one runs on
+"""The main command, shortened: its arms on a tiny base and docstring pairs; the real one runs on
 SmolLM2.
 """
 
@@ -22,6 +22,7 @@ from anchor_embedding.train.recipe_files import load_recipe
 TRAINED_ON = ("numpy", "requests", "packaging")
 HELDOUT = ("joblib", "tqdm")
 METRICS = {"ndcg_at_10", "recall_at_1", "mrr"}
+ARMS = ("baseline", "anchor", "primed")
 
 
 def pipeline(base, *more):
@@ -69,14 +70,18 @@ def test_report_has_what_it_promises(finished):
         "card",
         "findings",
     } <= report.keys()
-    for arm in ("baseline", "anchor"):
+    for arm in ARMS:
         assert [row["step"] for row in report["arms"][arm]] == [0, 2, 4]
         assert all(METRICS <= row.keys() for row in report["arms"][arm])
     assert METRICS <= report["base"].keys() and METRICS <= report["bm25"].keys()
     assert report["base"] == {
         k: v for k, v in report["arms"]["baseline"][0].items() if k not in ("step", "seconds")
     }
-    assert report["losses"].keys() == {"baseline/stage2", "anchor/stage1", "anchor/stage2"}
+    assert report["losses"].keys() == {
+        "baseline/stage2",
+        *("anchor/stage1", "anchor/stage2"),
+        *("primed/bag", "primed/stage1", "primed/stage2"),
+    }
     assert all(len(rows) == 4 for rows in report["losses"].values())
     assert {"anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"} <= report["losses"][
         "anchor/stage1"
@@ -88,24 +93,20 @@ def test_report_has_what_it_promises(finished):
 
 def test_arms_meet_the_same_batches_and_negatives(finished):
     out, _ = finished
-    cards = [
-        json.loads((out / "runs" / f"{arm}-stage2" / "card.json").read_text())
-        for arm in ("baseline", "anchor")
-    ]
-    assert cards[0]["fingerprint"] == cards[1]["fingerprint"]
-    assert cards[0]["competitors"] == cards[1]["competitors"]
+    cards = [json.loads((out / "runs" / f"{arm}-stage2" / "card.json").read_text()) for arm in ARMS]
+    for key in ("fingerprint", "competitors"):
+        assert cards[0][key] == cards[1][key] == cards[2][key]
     lines = [
-        (out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines()
-        for arm in ("baseline", "anchor")
+        (out / "runs" / f"{arm}-stage2" / "metrics.jsonl").read_text().splitlines() for arm in ARMS
     ]
     for key in ("tokens", "candidates", "lr"):
         values = [[json.loads(line)[key] for line in part] for part in lines]
-        assert values[0] == values[1], key
+        assert values[0] == values[1] == values[2], key
 
 
 def test_models_load_and_give_the_reported_figures(finished):
     out, _ = finished
-    for arm in ("baseline", "anchor"):
+    for arm in ARMS:
         vectors = Embedder.from_pretrained(out / arm, dtype="float32").encode(
             ["what holds the ship", "the anchor"]
         )
@@ -236,14 +237,11 @@ def test_seeds_are_paired_and_told_in_the_report(base, tmp_path):
     tokens = {
         (seed, arm): [json.loads(line)["tokens"] for line in lines(seed, arm)]
         for seed in ("", "seed-43")
-        for arm in ("baseline", "anchor")
+        for arm in ARMS
     }
-    assert (
-        tokens["", "anchor"]
-        == tokens["", "baseline"]
-        != tokens["seed-43", "baseline"]
-        == tokens["seed-43", "anchor"]
-    )
+    for arm in ARMS:
+        assert tokens["", arm] == tokens["", "baseline"] != tokens["seed-43", "baseline"]
+        assert tokens["seed-43", arm] == tokens["seed-43", "baseline"]
     assert (
         report["findings"][0].startswith("No verdict on the arm with Stage I: the mean nDCG@10")
         and "2 seeds cannot" in report["findings"][0]

@@ -206,7 +206,7 @@ def test_stages_keep_their_shares_and_the_rate_its_course():
 
 
 def test_contestants_of_one_name():
-    assert list(contestants(["quickstart", "quickstart"])) == ["baseline", "anchor"]
+    assert list(contestants(["quickstart", "quickstart"])) == ["baseline", "anchor", "primed"]
     with pytest.raises(InputError, match="two different contestants are called `baseline`"):
         contestants(["quickstart", load_recipe("quickstart", ["stage2.temperature=0.1"])])
     with pytest.raises(InputError, match="cannot be called `bm25`"):

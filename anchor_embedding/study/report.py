@@ -149,6 +149,12 @@ def against(
     }
 
 # %% ../../nbs/study/20_report.ipynb #15d9d6d3
+def _from_baseline(report):
+    "Every evaluated arm against the baseline, at the last evaluations."
+    arms = [arm for arm, curve in report["arms"].items() if curve and arm != "baseline"]
+    return against(report, arms, "baseline")
+
+
 def _curve(report, arm):
     "nDCG@10 of an arm by step; empty when it was not evaluated."
     rows = report["arms"].get(arm) or []
@@ -167,7 +173,7 @@ def compare_arms(
     step = int(common.max())
     values = [float(curve[step]) for curve in curves.values()]
     if all(step == curve.index[-1] for curve in curves.values()):
-        difference = against(report, ["anchor"], "baseline")["anchor"]
+        difference = _from_baseline(report)["anchor"]
     else:
         difference = compare_means(*values, heldout_queries(report), len(report.get("seeds", [0])))
     return {"step": step, "anchor": values[0], "baseline": values[1], "difference": difference}
@@ -225,6 +231,20 @@ def _beside(differences):
         f"{one.words(arm)} ({one.difference:+.3f}; {one.sure()})"
         for arm, one in differences.items()
     )
+
+
+def _other_arms(report):
+    "The arms besides Anchor against the baseline."
+    if not report["arms"].get("baseline"):
+        return []
+    others = {arm: one for arm, one in _from_baseline(report).items() if arm != "anchor"}
+    if not others:
+        return []
+    scores = ", ".join(f"{arm} {_last(report, arm):.3f}" for arm in others)
+    return [
+        f"Other arms, nDCG@10 at the last evaluation: {scores}. Against the baseline: "
+        f"{_beside(others)}."
+    ]
 
 
 def _references(report):
@@ -342,6 +362,7 @@ def findings(
     return [
         headline(report),
         *_early_stage(report),
+        *_other_arms(report),
         *_references(report),
         *_first_seed(report),
         *_pretext_losses(report),
