@@ -64,4 +64,5 @@ class BagOfTokens(TokenMeans):
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Each text is encoded once; there is one projection onto the vocabulary for each direction."
         both = {"query": lengths.query, "document": lengths.document}
-        return PairTokens(**both, encoded=self.read(lengths.query, lengths.document), scored=4)
+        encoded = self.read(lengths.query, lengths.document)
+        return PairTokens(**both, encoded=encoded, scored=len(self._trained()))

@@ -180,6 +180,8 @@ class DistilledReconstruction(Reconstruction):
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         "Those of Stage I, and the teacher's sequences."
         own = super().pair_tokens(lengths)
-        bodies = lengths.query_body + lengths.document_body
-        used = len(self._trained_directions())
-        return replace(own, taught=(lengths.opening + 1 + bodies,) * used)
+        bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
+        sources = [bodies[SIDES[name][0]] for name in self._trained_directions()]
+        # the source and a separator; the last target is not read
+        decoded = own.decoded[: len(sources)]
+        return replace(own, taught=tuple(map(sum, zip(sources, decoded, strict=True))))

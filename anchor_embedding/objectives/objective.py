@@ -44,6 +44,8 @@ class PairTokens:
     decoded: tuple[float, ...] = ()  # lengths of the sequences of the decode pass
     taught: tuple[float, ...] = ()  # lengths of the sequences that a frozen teacher reads
     scored: float = 0  # tokens in the vocabulary loss
+    # tokens that count for `token_budget`; None: all that are encoded or taught
+    counted: float | None = None
 
     @property
     def total(self) -> float:
@@ -58,6 +60,8 @@ class PairTokens:
     @property
     def budgeted(self) -> float:
         "Tokens that count for `token_budget`."
+        if self.counted is not None:
+            return self.counted
         return sum(self.encoded) + sum(self.taught)
 
 # %% ../../nbs/objectives/10_objective.ipynb #c1ad4eed
@@ -83,7 +87,9 @@ class Objective(Checked):
     uses_head: ClassVar[bool] = True  # the loss uses the vocabulary head
     # the texts of a batch compete, so it needs two pairs and GradCache
     compares_texts: ClassVar[bool] = False
-    splits_by_budget: ClassVar[bool] = True  # `token_budget` splits a batch and changes no result
+    # `token_budget` splits a batch and changes no result, except for what an objective draws at
+    # random in each part
+    splits_by_budget: ClassVar[bool] = True
     # the loss depends on how the pairs of a batch are divided among the processes
     averages_by_process: ClassVar[bool] = False
     # has a `part_loss`, whose gradient in float32 is compared with the run's

@@ -431,15 +431,18 @@ class Reconstruction(Anchored, TokenMeans):
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
         most = self.target_tokens or math.inf
         used = [SIDES[name] for name, weight in self.directions().items() if weight]
-        targets = [min(bodies[target], most) + self.predict_eos for _, target in used]
+        targets = [min(bodies[target] + self.predict_eos, most) for _, target in used]
         opening = lengths.opening if self.decode_opening == "encode" else 0
+        again = 0 if self.first_weight == 1 else self.first_tokens
         return PairTokens(
             query=lengths.query,
             document=lengths.document,
             encoded=self.read(*(encoded[source] for source, _ in used)),
             decoded=tuple(target + opening for target in targets),
-            # a bag costs one projection of its anchor
-            scored=sum(targets) + (len(used) if self.bag_weight else 0),
+            # a bag costs one projection of its anchor, and weighted targets are projected again
+            scored=sum(target + min(target, again) for target in targets)
+            + (len(used) if self.bag_weight else 0),
+            counted=self.row_tokens(lengths.query, lengths.document),
         )
 
     def choices(self) -> dict:

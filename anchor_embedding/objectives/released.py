@@ -15,7 +15,7 @@ import torch
 from ..common.errors import InputError
 from ..common.settings import Natural, Share, given
 from ..data.batches import TokenBatch
-from ..model.decoder import CausalDecoder
+from ..model.decoder import CausalDecoder, check_positions
 from ..model.packing import masked_forward, pack
 from ..model.ranks import global_sum, sync_gradients
 from ..model.text import TextTokenizer, TokenizedText
@@ -92,6 +92,17 @@ class ReleasedReconstruction(Anchored):
     def averages_by_process(self) -> bool:
         "Only micro-batches of one pair are the same on any number of processes."
         return self.micro_batch_size != 1
+
+    def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
+        "See `Objective.check_context`: a slot is in front of a whole text."
+        what = f"decoding a text of max_length = {tokenizer.max_length}"
+        check_positions(decoder, 1 + tokenizer.max_length, what)
+
+    def yardstick(
+        self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer
+    ) -> dict[str, float]:
+        "None: header and instruction are scored too, and the ceiling knows the texts alone."
+        return {}
 
     def weights(self) -> dict[str, float]:
         "The weight of each direction in the loss."
