@@ -89,7 +89,8 @@ def find_cards(
         seen.add(run.resolve())
         try:
             cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
-            base = Path(cards[0]["recipe"]["base"])
+            # relative to the folder in which that run was started
+            base = Path(cards[0].get("base_folder", cards[0]["recipe"]["base"]))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{run / 'card.json'} is damaged ({error}); correct it, or export a copy "

@@ -121,6 +121,9 @@ def _lineage(cards: list[dict]) -> str:
     stages = []
     for card in cards:
         stages.append([_settings(card), card.get("fingerprint", card["recipe"]["data"])])
+        start = Path(card["recipe"]["base"]).name
+        if card is not cards[0] and start.startswith("step-"):
+            stages.append(start)
         if "checkpoint" in card:
             stages.append(card["checkpoint"])
     first = cards[0]

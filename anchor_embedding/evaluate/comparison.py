@@ -139,7 +139,7 @@ def comparison_rows(
 def _row_name(task: str, entry: dict) -> str:
     "The name of a task, with the subsets if they are not those of the English benchmarks."
     subsets = entry.get("subsets")
-    english = mteb_task(task) if subsets and entry.get("data") == "hub" else None
+    english = mteb_task(task) if subsets else None
     if english is None or {*subsets} == {*english.hf_subsets}:
         return task
     return f"{task} ({', '.join(subsets)})"

@@ -189,7 +189,10 @@ def trained_on(
     neither of the paper's nor called like a task of mteb.
     """
     names = set()
-    for card in find_cards(Path(model)):
+    cards = find_cards(Path(model))
+    if cards and re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name):
+        return None  # the run that it started from is gone
+    for card in cards:
         datasets = card.get("datasets", card["recipe"]["data"])
         if datasets == "docstrings":
             datasets = [datasets]

@@ -91,7 +91,7 @@ def _identity(recipe: dict, seen: tuple = ()) -> dict | None:
         return None
     earlier = base.parent / "recipe.toml"
     if len(base.parts) > 1 and earlier.is_file() and earlier not in seen:
-        kept["base"] = _identity(_read_recipe(earlier), (*seen, earlier))
+        kept["base"] = [base.name, _identity(_read_recipe(earlier), (*seen, earlier))]
     return kept
 
 
@@ -313,15 +313,19 @@ def differences_in_words(scores) -> list[str]:
 
 
 def why_not_compared(groups) -> list[str]:
-    "Why two of our models are not compared query by query, though both have scores by query."
+    """Why two of our models are not compared query by query: on other data or with other settings,
+    for which their means differ too, or with other seeds or queries.
+    """
     lines = []
     for (than, others), (model, runs) in combinations(groups.items(), 2):
         first, second = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
         tasks = _queries_of_both(second, first)
         pair = f"{model} and {than} are not compared query by query"
-        if tasks and (why := _other_settings(first, second)):
+        if (first["tasks"].keys() & second["tasks"].keys()) and (
+            why := _other_settings(first, second)
+        ):
             lines.append(f"{pair}: they were scored with {why}")
-        elif changed := sorted(set(tasks) & set(other_data(second, first))):
+        elif changed := other_data(second, first):
             lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
         elif tasks and (_repeated_seed(others) or _repeated_seed(runs)):
             lines.append(
