@@ -71,7 +71,7 @@ def read_scores(
         source,
         Scores,
         "scores.json",
-        "name one that `anchor eval` wrote, or evaluate the model again",
+        "name one that `anchor eval` wrote; if this file is broken, remove it and evaluate again",
     )
 
 

@@ -161,7 +161,8 @@ def find_candidates(
     # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The best documents of some queries, without their positives and without documents that are
-    the query itself. Documents with equal scores are in the order of their indices.
+    the query itself. Documents with equal scores are in the order of their indices; which of
+    them are among the k best, if not all can be, depends on the size of the blocks.
     """
     best = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu"))
     ids = None
@@ -207,8 +208,18 @@ def load_scorer(
     revision of the model. Raises `InputError`, also if another model encoded the corpus.
     """
     if isinstance(model, CosineScores | Bm25Scores):
+        if dtype != "auto" or max_length is not None:
+            raise InputError("a scorer in memory has its own model; leave out dtype and max_length")
         check_encoder(model, corpus)
-        return lambda query, document: model, {"model": type(model).__name__, "revision": None}
+
+        def given(query, document):
+            if query or document:
+                raise InputError(
+                    "a scorer in memory adds its own instructions; leave out the instructions"
+                )
+            return model
+
+        return given, {"model": type(model).__name__, "revision": None}
     if model == "bm25":
         if max_length is not None:
             raise InputError(

@@ -68,6 +68,12 @@ def load_model(
                 f"max_length = {max_length}, but this model is loaded with "
                 f"{name.tokenizer.max_length}; load it with that length"
             )
+        own = name.decoder.compute_dtype or name.decoder.head.weight.dtype
+        if dtype not in ("auto", str(own).removeprefix("torch.")):
+            raise InputError(
+                f"dtype = {dtype}, but this model is loaded in {str(own).removeprefix('torch.')}; load "
+                "it in that dtype"
+            )
         return name
     path = resolve_base(str(name)).path
     if not is_sentence_transformer(path):

@@ -139,9 +139,15 @@ class HeldoutAnchors:
     def __call__(self, embedder) -> dict[str, float]:
         """For each direction `loss`, `anchor_gain` with its 95 % interval (nats per token) and its
         share of the ceiling; for queries and documents the mean cosine and the effective rank.
+        Raises `InputError` for a model with soft tokens.
         """
         decoder = embedder.decoder
         check_head(decoder, "the anchor gain")
+        if embedder.soft_tokens:
+            raise InputError(
+                "the anchor gain is that of the vectors before the soft tokens, which this model does "
+                "not give; measure the model of Stage I"
+            )
         with evaluating(decoder):
             measured = [self._measure(embedder, batch) for batch in self.batches(embedder)]
         figures = {}

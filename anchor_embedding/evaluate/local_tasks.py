@@ -423,7 +423,9 @@ def _local_task(folder: Path):
     members["metadata"] = real.metadata.model_copy(update={"dataset": dataset})
     task = type(name, (type(real),), members)()
     task.hf_subsets = [_subset(real, folder)]
-    task._eval_splits = real.eval_splits[:1]
+    usual = real.eval_splits[0]
+    # where mteb scores the training data, the file `test` is not to take their place
+    task._eval_splits = ["test"] if "test" in real.eval_splits or usual == "train" else [usual]
     return task
 
 

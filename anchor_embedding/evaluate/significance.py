@@ -42,9 +42,10 @@ class Difference:
         self,
     ) -> str:  # "ahead", "behind", "level" (zero is possible) or "open" (too few seeds to tell)
         "The supported statement about `a`."
-        if self.seeds and (
-            self.p is None or least_p(self.seeds, self.alternative, self.comparisons) > 0.05
-        ):
+        # Holm corrects the largest p of several comparisons less than the first
+        small = self.p is not None and self.p <= 0.05
+        least = least_p(self.seeds, self.alternative, self.comparisons) if self.seeds else 0
+        if self.seeds and not small and (self.p is None or least > 0.05):
             return "open"
         if self.p is not None and self.p > 0.05:
             return "level"

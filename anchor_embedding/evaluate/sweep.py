@@ -121,11 +121,13 @@ class TaskEvaluator:
 
     @property
     def depends_on(self) -> list:
-        "What the scores of a model depend on: the data of every task, the prompts and the length."
-        data = {
-            name: [task.metadata.revision, list(task.eval_splits), list(task.hf_subsets)]
-            for name, task in self.tasks.items()
-        }
+        """What the scores of a model depend on: the data and the instruction of every task, the
+        prompts and the length.
+        """
+        data = {}
+        for name, task in self.tasks.items():
+            parts = [list(task.eval_splits), list(task.hf_subsets)]
+            data[name] = [task.metadata.revision, *parts, task.metadata.prompt]
         return [data, self.prompts, self.options["max_length"]]
 
     def __call__(self, embedder: Embedder) -> list[dict]:
