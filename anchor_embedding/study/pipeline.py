@@ -40,7 +40,7 @@ from anchor_embedding.study.arms import (
 from .page import html_report
 from .report import findings, headline, read_metrics, results_table
 from ..train.pipeline import Pipeline
-from ..train.prepare import batch_plan, prepare_tokenizer
+from ..train.prepare import batch_plan, model_digest, prepare_tokenizer
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
@@ -63,17 +63,21 @@ def check_folder(out: Path, pipeline: Pipeline) -> None:
         raise InputError(f"{out} is not empty; choose another --out")
 
 
-def claim_folder(out: Path, pipeline: Pipeline, pairs: SplitPairs) -> None:
+def claim_folder(out: Path, pipeline: Pipeline, pairs: SplitPairs, base: str) -> None:
     """Create the output folder, see `check_folder`. Raises `InputError` if a stage has begun with
-    other pairs.
+    other pairs or from another base.
     """
     check_folder(out, pipeline)
     kept = out / "pairs.json"
     these = {"train": fingerprint(pairs.train), "heldout": fingerprint(pairs.heldout)}
+    these["base"] = model_digest(base)
     if any((out / "runs").glob("*/")) and kept.exists():
-        if json.loads(kept.read_text(encoding="utf-8")) != these:
+        before = these | json.loads(kept.read_text(encoding="utf-8"))
+        other = "" if before == these else "on other pairs"
+        other = other if before["base"] == these["base"] else "from another base"
+        if other:
             raise InputError(
-                f"{out} holds an unfinished run on other pairs ({kept}); restore the data, or "
+                f"{out} holds an unfinished run {other} ({kept}); restore what it began with, or "
                 "choose another --out"
             )
     write_text(kept, json.dumps(these) + "\n")
@@ -144,7 +148,7 @@ def run_pipeline(
         batch_plan(recipe, pairs.train)
         Instructions.named(recipe.instructions)
     say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
-    claim_folder(out, pipeline, pairs)
+    claim_folder(out, pipeline, pairs, base.path)
     seconds_of_data = round(time.perf_counter() - began, 1)
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}
     folders = run_arms(arms, out, base.path, pairs, evaluate, progress, say)

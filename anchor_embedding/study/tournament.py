@@ -58,13 +58,15 @@ from .figures import LABELS, plot_tournament
 from .report import read_metrics, results_table, seed_figures
 from ..train.inputs import measured_lengths
 from ..train.pipeline import Pipeline
+from ..train.prepare import model_digest
 from ..train.recipe import Recipe
 
 # %% ../../nbs/study/60_tournament.ipynb #5939ff5b
 def enter(
     entrant: Pipeline,
     out: Path,
-    asked: dict,  # the same for all contestants: budget, amount, every, fingerprints of the pairs
+    # the same for all contestants: budget, amount, every, digests of the base and the pairs
+    asked: dict,
     costs: Callable[[Pipeline], dict[str, float]],  # cost of a step, by stage
 ) -> tuple[Pipeline, dict]:  # the contestant with its steps, and the content of `runs/NAME.json`
     """A contestant that is ready to train. One that has already begun keeps its steps; InputError
@@ -75,7 +77,9 @@ def enter(
     runs = [out / "runs" / f"{entrant.name}-{stage}" for stage in entrant.stages]
     if kept.exists() and any(path.exists() for path in (out / entrant.name, *runs)):
         before = finite(json.loads(kept.read_text(encoding="utf-8")))
-        changed = [key for key in asked if before["asked"].get(key) != asked[key]]
+        # what was begun by earlier versions does not say from which base
+        known = before["asked"]
+        changed = [key for key in asked if known.get(key, asked[key]) != asked[key]]
         if changed:
             raise InputError(
                 f"{kept}: {entrant.name} began with another {' and another '.join(changed)}; "
@@ -205,6 +209,7 @@ def tournament(
         "budget": budget,
         "amount": amount,
         "every": every,
+        "base": model_digest(base.path),
         "pairs": fingerprint(pairs.train),
         "heldout": fingerprint(pairs.heldout),
         "alternative": alternative,

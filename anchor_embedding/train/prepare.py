@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'batch_plan',
-           'make_data', 'weights_digest', 'files_digest', 'prepare_tokenizer', 'opening_of', 'prepare_embedder',
-           'base_shape', 'least_free', 'fit_to_device']
+           'make_data', 'weights_digest', 'files_digest', 'model_digest', 'prepare_tokenizer', 'opening_of',
+           'prepare_embedder', 'base_shape', 'least_free', 'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
 import hashlib
@@ -369,6 +369,11 @@ def files_digest(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def model_digest(folder: str | Path) -> str:
+    "`weights_digest` and `files_digest`."
+    return weights_digest(folder) + files_digest(folder)
+
+
 def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
@@ -458,7 +463,7 @@ def prepare_embedder(
         card["base_folder"] = str(Path(base.path).resolve())
     for setting, name in recipe.objective.models().items():
         path = resolve_base(name, say).path
-        own = weights_digest(path) + files_digest(path)
+        own = model_digest(path)
         card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
