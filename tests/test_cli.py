@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from notebook_checks import ROOT, find_notebooks
 
 from anchor_embedding import __version__
-from anchor_embedding.cli.main import _parser, _spread, main
+from anchor_embedding.cli.main import _finished_work, _parser, _spread, main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.corpus import Corpus
@@ -869,3 +870,105 @@ def test_every_printed_tournament_can_begin():
     for words in commands:
         args = _parser().parse_args(_spread(words))
         assert contestants(args.recipes, args.set), words
+
+
+# ---- options that were accepted without an effect, and messages with the wrong remedy
+
+
+def test_resume_goes_on_in_the_run(base, pairs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "stage1"]) == 0
+    (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
+    small = settings(base, pairs, "name=mine", "steps=2", "checkpoint_every=1")
+    words = ["train", "recipe.toml", *small]
+    assert main(words) == main([*words, "--resume"]) == 0
+    # not in the folder of a recipe that happens to be called recipe.toml
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml", "runs"]
+    card = json.loads((tmp_path / "runs" / "mine" / "card.json").read_text())
+    assert len(card["starts"]) == 2
+    assert main(["train", "--resume", "runs/mine", "--out", str(tmp_path / "runs" / "mine")]) == 0
+    capsys.readouterr()
+
+    def refused(*more):
+        return failure(capsys, "train", "--resume", *more)
+
+    assert "leave out --out other" in refused("runs/mine", "--out", "other")
+    assert "there is no run runs/mime; did you mean `runs/mine`" in refused("runs/mime")
+    assert "name its run: --resume runs/mine" in refused("runs/mine/final")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train quickstart --eval-tasks X", "need a recipe of one stage"),
+        ("train stage1 --dry-run --nproc 2", "leave out --resume"),
+        ("train stage1 --data  --dry-run", "`data` = '': must be given"),
+        ("recipes --set steps=3", "name it"),
+        ("recipes smollm2-135m/ --set steps=3", "name it"),
+        ("recipes stage1 --schema", "leave out stage1"),
+        ("sweep nonsense", "there is no run folder nonsense"),
+        ("tournament --recipes baseline --amount 2 --heldout 0 --data PAIRS", "at least 2"),
+        ("ceiling BASE --data PAIRS --pairs -1", "pairs = -1: must be at least 2"),
+        ("ceiling BASE --data PAIRS --out FOLDER", "name a file"),
+        ("aa-check --runs-dir PAIRS", "is a file; name a folder for the runs"),
+        ("soft-tokens BASE --plot s.xyz", "cannot be written as .xyz"),
+        ("soft-tokens BASE --out FOLDER", "name a file"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(base, pairs, capsys, tmp_path, words, message):
+    places = {"PAIRS": str(pairs), "BASE": str(base), "FOLDER": str(tmp_path)}
+    given = [places.get(word, word) for word in words.split(" ")]
+    if given[0] in ("train", "tournament"):
+        given += ["--set", f"base={base}"]
+    assert message in failure(capsys, *given)
+
+
+def test_settings_with_digits_can_follow_set():
+    spread = _spread(["quickstart", "--set", "steps=3", "stage1.steps=2", "beta2=0.9", "x"])
+    assert spread[1:] == ["--set", "steps=3", "--set", "stage1.steps=2", "--set", "beta2=0.9", "x"]
+
+
+def test_a_home_folder_is_found_behind_an_equals_sign():
+    words = ["export", "model", "--out=~/there"]
+    assert _parser().parse_args(words).out == Path.home() / "there"
+
+
+def test_standard_input_is_not_a_table(base, tmp_path):
+    words = ("encode", base, "--in", "-", "--out", tmp_path / "vectors")
+    for text, message in (("id,text\na,hello\n", "begins like a CSV file"), ("", "nothing on")):
+        done = command(*words, input=text)
+        assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "vectors").exists()
+
+
+def test_output_that_cannot_be_written_is_no_bug(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-m", "anchor_embedding"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*words, "recipes"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "anchor: the output cannot be written: No space left on device\n"
+    (tmp_path / "ü.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    done = subprocess.run(
+        [*words, "check", "--data", "ü.jsonl"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and r"\xfc.jsonl" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("encode m --in a --out v.npy", "v.npy was not written"),
+        ("encode m --in a --out v", "finished work is in v"),
+        ("export m --out e", "e was not written"),
+        ("aa-check --runs-dir aa --out aa.json", "finished work is in aa"),
+        ("plan stage1", "nothing was written"),
+        ("train stage1", "finished work is in the run folder"),
+    ],
+)
+def test_an_interrupted_command_says_what_is_there(words, message):
+    assert _finished_work(_parser().parse_args(words.split())) == message

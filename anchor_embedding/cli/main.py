@@ -14,12 +14,11 @@ import shlex
 import sys
 import traceback
 import warnings
+from contextlib import suppress
 
 from .. import __version__
 from . import measuring, models, planning, scoring, training, vectors
 from .arguments import Parser, say
-from .measuring import ceiling_command
-from .vectors import mine_command
 from ..common.errors import InputError, Stopped
 
 # %% ../../nbs/cli/80_main.ipynb #h80005
@@ -45,7 +44,7 @@ def _spread(arguments: list[str]) -> list[str]:
     spread = []
     after_set = False  # whether the previous word was --set or one of its settings
     for word in arguments:
-        is_setting = after_set and re.match(r"[A-Za-z_.]+=", word)
+        is_setting = after_set and re.match(r"[A-Za-z_][\w.-]*=", word)
         if is_setting and spread[-1] != "--set":
             spread.append("--set")
         spread.append(word)
@@ -84,9 +83,13 @@ def main(
 
 def _run(args: argparse.Namespace) -> int:
     "Run the command and print an error as one line."
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # closed, or a stream of another kind
+            stream.reconfigure(errors="backslashreplace")
     try:
         args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # the program that reads our output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -95,6 +98,10 @@ def _run(args: argparse.Namespace) -> int:
         say(f"anchor: {error}")
         return 2
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            say(f"anchor: the output cannot be written: {error.strerror}")
+            return 2
         if error.errno != errno.ENAMETOOLONG:
             return _report_bug(args, error)
         _show_traceback(args)
@@ -104,14 +111,34 @@ def _run(args: argparse.Namespace) -> int:
         say(f"anchor: {stopped}")
         return 128 + stopped.signal
     except KeyboardInterrupt:
-        out = getattr(args, "out", None)
-        kept = {ceiling_command: "nothing was written", mine_command: f"{out} was not written"}
-        finished = f"finished work is in {out or 'the run folder'}"
-        say(f"anchor: interrupted; {kept.get(args.run, finished)}")
+        say(f"anchor: interrupted; {_finished_work(args)}")
         return 130
     except Exception as error:
         return _report_bug(args, error)
     return 0
+
+
+# commands that go on where they were stopped
+_KEEPING = {
+    training.quickstart_command,
+    training.train_command,
+    vectors.encode_command,
+    scoring.evaluate_command,
+    scoring.sweep_command,
+    measuring.tournament_command,
+    measuring.aa_check_command,
+    measuring.bench_command,
+}
+
+
+def _finished_work(args: argparse.Namespace) -> str:
+    "Where an interrupted command has left its work, in words."
+    out = getattr(args, "out", None)
+    if args.run not in _KEEPING:
+        return f"{out} was not written" if out else "nothing was written"
+    if args.run is vectors.encode_command and out.suffix.lower() == ".npy":
+        return f"{out} was not written"
+    return f"finished work is in {getattr(args, 'runs_dir', None) or out or 'the run folder'}"
 
 
 def _report_bug(args, error: Exception) -> int:  # exit code

@@ -11,7 +11,15 @@ import json
 import time
 from pathlib import Path
 
-from .arguments import command, load_model, note_if_busy, say, settings_of
+from anchor_embedding.cli.arguments import (
+    command,
+    load_model,
+    note_if_busy,
+    picture_format,
+    say,
+    settings_of,
+    user_path,
+)
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70004
@@ -59,12 +67,17 @@ def aa_check_command(args: argparse.Namespace) -> None:
 # %% ../../nbs/cli/70_measuring.ipynb #g70006
 def soft_tokens_command(args: argparse.Namespace) -> None:
     "Measure held-out retrieval of a GIRCSE model for every number of soft tokens."
+    from anchor_embedding.common.files import check_place
     from anchor_embedding.evaluate.heldout import split_pairs
     from anchor_embedding.study.arms import HeldoutEvaluation
     from anchor_embedding.study.steps import check_unseen, sweep_steps
 
     if args.refine_steps < 1:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")
+    for place in (args.out, args.plot):
+        if place:
+            check_place(place)
+    picture = picture_format(args.plot)
     embedder = load_model(args)
     if embedder.soft_tokens is None:
         raise InputError(
@@ -76,6 +89,8 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
         check_unseen(Path(args.model), pairs, say)
     asked = HeldoutEvaluation(pairs).asked(embedder)
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
+    for row in rows:
+        print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
     if args.out:
         from anchor_embedding.common.files import write_json
         from anchor_embedding.study.steps import sweep_record
@@ -88,9 +103,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
 
         figure = plot_sweep({args.model: rows}, embedder.soft_tokens.steps)
         with atomic_file(args.plot) as path:
-            figure.savefig(path, format=args.plot.suffix.removeprefix(".") or "png")
-    for row in rows:
-        print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))
+            figure.savefig(path, format=picture)
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70008
 def _add_comparisons(commands) -> None:
@@ -123,7 +136,7 @@ def _add_comparisons(commands) -> None:
         "amount of the budget between evaluations (default: an eighth of --amount)",
         kind=float,
     )
-    parser.option("--out", "DIR", "folder for runs and results", Path("runs/tournament"), Path)
+    parser.option("--out", "DIR", "folder for runs and results", Path("runs/tournament"), user_path)
     parser.number("--heldout", "number of held-out pairs", 400)
     parser.shared("--part", default="test")
     parser.choice(
@@ -137,7 +150,7 @@ def _add_comparisons(commands) -> None:
     parser.shared("--tasks-dir", "--data", "--seeds", "--set")
 
     parser = command(commands, aa_check_command, "--tournaments 20")
-    parser.option("--runs-dir", "DIR", "folder for the tiny runs", Path("runs/aa-check"), Path)
+    parser.option("--runs-dir", "DIR", "folder for the tiny runs", Path("runs/aa-check"), user_path)
     parser.number("--tournaments", "number of comparisons of the arm with itself", 200)
     parser.number("--seeds", "runs in each group of a comparison", 6)
     parser.number("--runs", "number of runs from which both sides are drawn", 36)
@@ -158,16 +171,18 @@ def _add_comparisons(commands) -> None:
         "with --heldout its evaluation.pairs",
         42,
     )
-    parser.option("--plot", "FILE.png", "draw the scores", kind=Path)
+    parser.option("--plot", "FILE.png", "draw the scores", kind=user_path)
     parser.option("--note", "TEXT", "a note to keep in the record", "")
     parser.shared("--out", "--max-length", "--dtype", "--device")
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70010
 def ceiling_command(args: argparse.Namespace) -> None:
     "Measure what the whole other text of a pair is worth as context: the ceiling of anchor gain."
-    from anchor_embedding.common.files import write_json
+    from anchor_embedding.common.files import check_place, write_json
     from anchor_embedding.objectives.ceiling import measure_ceilings
 
+    if args.out:
+        check_place(args.out)
     pairs = _heldout_pairs(args.data, args.pairs, args.seed)
     embedder = load_model(args)
     measured = measure_ceilings(
@@ -176,7 +191,7 @@ def ceiling_command(args: argparse.Namespace) -> None:
         pairs,
         embedder.decode_opening,
         say=say,
-        separator=args.separator,
+        separator=args.separator.replace("\\n", "\n"),
         first_tokens=args.first_tokens,
         token_budget=args.token_budget,
     )
@@ -226,7 +241,9 @@ def _add_ceiling(commands) -> None:
     parser.shared("model")
     parser.shared("--data", nargs="+", required=True)
     parser.number("--pairs", "pairs of each dataset, drawn at random", 64)
-    parser.option("--separator", "TEXT", "between the two texts (default: a line break)", "\n")
+    parser.option(
+        "--separator", "TEXT", "between the two texts; \\n is a line break (default: one)", "\n"
+    )
     parser.number(
         "--first-tokens", "report the first K tokens of each target separately as well", 8, "K"
     )

@@ -7,9 +7,8 @@ __all__ = ['read_command', 'export_command', 'add_commands']
 
 # %% ../../nbs/cli/50_models.ipynb #e50003
 import argparse
-from pathlib import Path
 
-from .arguments import command, load_model, say
+from .arguments import command, load_model, say, user_path
 
 # %% ../../nbs/cli/50_models.ipynb #e50004
 def read_command(args: argparse.Namespace) -> None:
@@ -68,10 +67,10 @@ def add_commands(commands) -> None:
 
     parser = command(commands, export_command, "runs/quickstart/anchor --out my-embedder")
     parser.shared("model")
-    parser.option("--out", "DIR", "a new or empty folder", kind=Path, required=True)
+    parser.option("--out", "DIR", "a new or empty folder", kind=user_path, required=True)
     parser.flag("--adapter", "write LoRA weights and the name of the base, not merged weights")
     parser.option(
-        "--scores", "FILE", "a scores.json of `anchor eval`, for the model card", kind=Path
+        "--scores", "FILE", "a scores.json of `anchor eval`, for the model card", kind=user_path
     )
     parser.option(
         "--instruction",

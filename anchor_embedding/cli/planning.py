@@ -8,9 +8,8 @@ __all__ = ['recipes_command', 'plan_command', 'check_command', 'add_commands']
 # %% ../../nbs/cli/30_planning.ipynb #c30003
 import argparse
 import json
-from pathlib import Path
 
-from .arguments import command, say, settings_of
+from .arguments import command, picture_format, say, settings_of, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/30_planning.ipynb #c30004
@@ -18,6 +17,10 @@ def recipes_command(args: argparse.Namespace) -> None:
     "List the shipped recipes, show one in full, or print the JSON schema that they all follow."
     from anchor_embedding.train.recipe_files import load_recipe, recipe_schema, recipe_table
 
+    if args.set and (args.schema or not args.recipe or args.recipe.endswith("/")):
+        raise InputError("--set changes one recipe; name it")
+    if args.schema and args.recipe:
+        raise InputError(f"--schema is that of all recipes; leave out {args.recipe}")
     if args.schema:
         print(json.dumps(recipe_schema(), indent=1))
     elif args.recipe is None or args.recipe.endswith("/"):
@@ -69,18 +72,14 @@ def check_command(args: argparse.Namespace) -> None:
     from anchor_embedding.common.show import counted
     from anchor_embedding.data.check import check_data, plot_lengths
 
+    picture = picture_format(args.plot)
     in_tokens = {"measure": _token_lengths(args.base), "unit": "tokens"} if args.base else {}
     checked = check_data(args.data, **in_tokens)
     print(json.dumps(checked.to_dict()) if args.json else checked)
     if args.plot:
         figure = plot_lengths(checked)
-        kind = args.plot.suffix.lstrip(".").lower() or "png"
-        if kind not in figure.canvas.get_supported_filetypes():
-            raise InputError(
-                f"--plot {args.plot}: pictures cannot be written as .{kind}; use .png, .pdf or .svg"
-            )
         with atomic_file(args.plot) as path:
-            figure.savefig(path, dpi=150, format=kind)
+            figure.savefig(path, dpi=150, format=picture)
     if checked.bad_rows:
         skip = ", or train with --set on_bad_row=skip" if checked.rows else ""
         raise InputError(f"{args.data}: {counted(checked.bad_rows, 'bad row')}; correct them{skip}")
@@ -133,5 +132,5 @@ def add_commands(commands) -> None:
         "give lengths in tokens of this base model, as max_length counts them (default: in "
         "characters)",
     )
-    parser.option("--plot", "FILE.png", "draw the lengths of the texts", kind=Path)
+    parser.option("--plot", "FILE.png", "draw the lengths of the texts", kind=user_path)
     parser.shared("--json")

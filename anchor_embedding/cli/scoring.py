@@ -9,7 +9,7 @@ __all__ = ['evaluate_command', 'sweep_command', 'compare_command', 'add_commands
 import argparse
 from pathlib import Path
 
-from .arguments import SHARED, command, say
+from .arguments import SHARED, command, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60004
@@ -99,7 +99,7 @@ def add_commands(commands) -> None:
             "auto",
         )
         parser.shared("--dtype", "--device")
-    scoring.option("--out", "DIR", "folder for the scores", Path("evaluations"), Path)
+    scoring.option("--out", "DIR", "folder for the scores", Path("evaluations"), user_path)
 
     parser = command(commands, compare_command, "evaluations --out table.md")
     parser.add_argument(
@@ -111,4 +111,6 @@ def add_commands(commands) -> None:
     parser.option(
         "--paper", "MODEL", "base model of the paper to compare with (default: that of the scores)"
     )
-    parser.option("--out", "FILE", "write the table as .md, .html, .tex, .csv or .txt", kind=Path)
+    parser.option(
+        "--out", "FILE", "write the table as .md, .html, .tex, .csv or .txt", kind=user_path
+    )

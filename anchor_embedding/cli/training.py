@@ -10,8 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-from .arguments import command, note_if_busy, say, settings_of
+from .arguments import command, note_if_busy, say, settings_of, user_path
 from ..common.errors import InputError
+from ..common.files import near_path
 
 # %% ../../nbs/cli/20_training.ipynb #b20004
 def quickstart_command(args: argparse.Namespace) -> None:
@@ -40,15 +41,22 @@ def train_command(args: argparse.Namespace) -> None:
     from anchor_embedding.train.pipeline import Pipeline
     from anchor_embedding.train.recipe_files import load_recipe
 
+    scored = args.eval_tasks or args.tasks_dir
+    if args.dry_run and (args.resume or args.nproc is not None or scored):
+        raise InputError(
+            "--dry-run computes the first batch of a new run in one process; leave out --resume, "
+            "--nproc, --eval-tasks and --tasks-dir"
+        )
     _find_run(args)
     recipe = load_recipe(args.recipe, settings_of(args), say)
     note_if_busy()
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
-        if args.dry_run or args.resume or args.nproc is not None:
+        if args.dry_run or args.resume or args.nproc is not None or scored:
             raise InputError(
-                f"{args.recipe} is a pipeline of several runs; --dry-run, --resume and --nproc "
-                "need a recipe of one stage; to resume a pipeline, repeat its command"
+                f"{args.recipe} is a pipeline of several runs; --dry-run, --resume, --nproc, "
+                "--eval-tasks and --tasks-dir need a recipe of one stage; to resume a pipeline, "
+                "repeat its command"
             )
         from anchor_embedding.study.pipeline import run_pipeline
 
@@ -76,15 +84,34 @@ def _find_run(args) -> None:
                 f"--resume {args.resume} uses the recipe of that run; leave out {args.recipe}, or "
                 f"name the folder with --out {args.resume}"
             )
-        run = Path(args.resume)
         # in `--resume RECIPE` argparse took the recipe for the value of the option
-        args.recipe = str(run / "recipe.toml") if run.is_dir() else args.resume
+        args.recipe = _recipe_of_run(args) or args.resume
     if not args.recipe:
         raise InputError("name a recipe (`anchor recipes` lists them), or a run: --resume RUN")
     recipe = Path(args.recipe)
-    if args.resume and args.out is None and recipe.name == "recipe.toml":
+    of_run = recipe.name == "recipe.toml" and recipe.with_name("metrics.jsonl").exists()
+    if args.resume and args.out is None and of_run:
         args.out = recipe.parent
     args.resume = bool(args.resume)
+
+
+def _recipe_of_run(args) -> str | None:
+    """The recipe in the folder that `--resume` names, which becomes `--out`; None if it names no
+    folder. Raises `InputError`.
+    """
+    run = Path(args.resume)
+    if not run.is_dir():
+        # the names of shipped recipes can look like paths, but not into a folder that exists
+        if len(run.parts) > 1 and run.parent.is_dir() and not run.exists():
+            raise InputError(f"there is no run {run}{near_path(run)}")
+        return None
+    if not (run / "recipe.toml").exists():
+        above = f"; name its run: --resume {run.parent}" * (run.parent / "recipe.toml").exists()
+        raise InputError(f"{run} is not the folder of a run: it has no recipe.toml{above}")
+    if args.out and args.out.resolve() != run.resolve():
+        raise InputError(f"--resume {run} goes on in that folder; leave out --out {args.out}")
+    args.out = run
+    return str(run / "recipe.toml")
 
 # %% ../../nbs/cli/20_training.ipynb #b20006
 def _evaluator(args, recipe):
@@ -128,7 +155,10 @@ def add_commands(commands) -> None:
     "Add the commands of this room to the parser."
     parser = command(commands, quickstart_command, "--seeds 2 --out runs/first")
     parser.option(
-        "--out", "DIR", "folder for models, runs and report (default: runs/quickstart)", kind=Path
+        "--out",
+        "DIR",
+        "folder for models, runs and report (default: runs/quickstart)",
+        kind=user_path,
     )
     parser.number("--steps", "steps of every stage (default: as in the recipe)")
     parser.shared("--base", "--data", "--seeds", "--set")
@@ -139,7 +169,7 @@ def add_commands(commands) -> None:
     )
     parser.shared("recipe", nargs="?")
     parser.shared("--base", "--data", "--set")
-    parser.option("--out", "DIR", "run folder (default: runs/NAME)", kind=Path)
+    parser.option("--out", "DIR", "run folder (default: runs/NAME)", kind=user_path)
     parser.flag(
         "--dry-run",
         "only the forward pass of the first batch; the last line is its loss terms as JSON",

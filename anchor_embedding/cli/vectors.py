@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .arguments import command, load_model, say
+from .arguments import command, load_model, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40005
@@ -49,7 +49,9 @@ def mine_command(args: argparse.Namespace) -> None:
     )
     print(json.dumps(mined.card) if args.json else mined)
     if any(figures["negatives"] for figures in mined.card["datasets"].values()):
-        say(f"train with: --data {args.out} --set hard_negatives=N, N at most {args.num_negatives}")
+        say(
+            f"train with: --data {shlex.quote(str(args.out))} --set hard_negatives=N, N at most {args.num_negatives}"
+        )
     else:
         say(
             f"{args.out}: no negative was found for any query; lower the margin, raise "
@@ -72,7 +74,7 @@ def _add_mine(commands) -> None:
         "--out",
         "FILE.jsonl",
         "the pairs with their negatives (.jsonl or .jsonl.gz)",
-        kind=Path,
+        kind=user_path,
         required=True,
     )
     parser.option(
@@ -104,7 +106,7 @@ def _add_mine(commands) -> None:
         "PATH",
         "more documents: JSONL with `text` (and `title`), a file with one text per line, or the "
         "output of `anchor encode` with this model",
-        kind=Path,
+        kind=user_path,
     )
     parser.option(
         "--instructions",
@@ -192,6 +194,14 @@ def _source(texts: str):
         return
     with tempfile.TemporaryDirectory(prefix="anchor-") as folder:
         first = sys.stdin.buffer.readline()
+        if not first:
+            raise InputError("--in -: there is nothing on standard input; send texts to it")
+        names = first.decode("utf-8", "replace").strip().split(",")
+        if "text" in names and len(names) > 1:
+            raise InputError(
+                "--in -: standard input begins like a CSV file, and only JSONL or one text a line is "
+                "read from it; name the file"
+            )
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         path = Path(folder) / ("stdin.jsonl" if is_json else "stdin.txt")
         with path.open("wb") as file:
@@ -265,7 +275,7 @@ def _add_encode(commands) -> None:
         "--out",
         "DIR",
         "folder of Parquet shards; or FILE.npy for one (n, d) matrix",
-        kind=Path,
+        kind=user_path,
         required=True,
     )
     parser.option(

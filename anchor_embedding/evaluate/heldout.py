@@ -138,6 +138,8 @@ def split_pairs(
     say: Callable[[str], None] | None = None,  # receives a line: where docstrings come from
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
+    if num_heldout < 2:
+        raise InputError(f"held-out pairs = {num_heldout}: must be at least 2")
     draw = random.Random(seed)
     parts = None
     if data == "docstrings":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #44c14e6f
 from ..common.errors import InputError
+from ..common.files import near_path
 from ..embed.embedder import Embedder
 from .benchmark import evaluate, quiet_mteb, run_task
 from .encoder import MAX_LENGTH, MtebEncoder, model_meta, style_of
@@ -31,6 +32,8 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
     """
     if every < 0:
         raise InputError(f"every is {every}; give the steps between checkpoints, or 0 for all")
+    if not run.is_dir():
+        raise InputError(f"there is no run folder {run}{near_path(run)}")
     numbers = {folder: folder.name.removeprefix("step-") for folder in sorted(run.glob("step-*/"))}
     steps = {int(number): folder for folder, number in numbers.items() if number.isdecimal()}
     if not steps and (run / "final").is_dir():

@@ -109,6 +109,8 @@ def aa_check(
     """How often a method is called different from itself, and how often an added difference of the
     detectable size is found.
     """
+    if Path(out).is_file():
+        raise InputError(f"{out} is a file; name a folder for the runs")
     for name, number in {"tournaments": tournaments, "seeds": seeds, "steps": steps}.items():
         if number < 1:
             raise InputError(f"{name} = {number}: must be at least 1")

@@ -64,13 +64,13 @@ def recipe_table(prefix: str = "") -> str:  # one line each, with a heading for 
 
 # %% ../../nbs/train/15_recipe_files.ipynb #b835abce
 def _read(name_or_path, folder):
-    "(text, folder in which its `extends` is looked up) of a shipped name or of a file."
+    "(text, folder in which its `extends` is looked up, name or path) of a recipe."
     path = Path(folder) / name_or_path
     shipped = dict(_files(files("anchor_embedding") / "recipes"))
     if str(name_or_path) in shipped:
-        return shipped[str(name_or_path)].read_text(encoding="utf-8"), Path()
+        return shipped[str(name_or_path)].read_text(encoding="utf-8"), Path(), str(name_or_path)
     try:
-        return path.read_text(encoding="utf-8"), path.parent
+        return path.read_text(encoding="utf-8"), path.parent, path.resolve()
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the TOML file in it") from None
     except UnicodeDecodeError as e:
@@ -94,13 +94,13 @@ def _read(name_or_path, folder):
 
 
 def _load(name_or_path, folder=Path(), chain=()):
-    "A recipe with what it extends; `chain` holds the names that led here."
-    if str(name_or_path) in chain:
-        raise InputError("`extends` goes in a circle: " + " → ".join([*chain, str(name_or_path)]))
-    text, folder = _read(name_or_path, folder)
-    return from_toml(
-        text, str(name_or_path), lambda name: _load(name, folder, (*chain, str(name_or_path)))
-    )
+    "A recipe with what it extends; `chain` holds place and name of the recipes that led here."
+    text, folder, place = _read(name_or_path, folder)
+    if place in (before for before, _ in chain):
+        names = [*(name for _, name in chain), str(name_or_path)]
+        raise InputError(f"`extends` goes in a circle: {' → '.join(names)}")
+    chain = (*chain, (place, str(name_or_path)))
+    return from_toml(text, str(name_or_path), lambda name: _load(name, folder, chain))
 
 # %% ../../nbs/train/15_recipe_files.ipynb #ca847b2c
 def load_recipe(
