@@ -481,6 +481,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents._document': ( 'data/documents.html#_document',
                                                                                                 'anchor_embedding/data/documents.py'),
+                                                 'anchor_embedding.data.documents._in_folder': ( 'data/documents.html#_in_folder',
+                                                                                                 'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents._is_readable': ( 'data/documents.html#_is_readable',
                                                                                                    'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents._refuse_twice': ( 'data/documents.html#_refuse_twice',

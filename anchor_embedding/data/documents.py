@@ -44,6 +44,7 @@ ID = ("id", "_id", "docid", "doc_id")
 TEXT = ("text", "title")
 _ROWS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
 _LINES = (".txt", ".txt.gz")
+_CORPUS = ("corpus.jsonl", "corpus.jsonl.gz")  # of a BEIR folder
 
 
 def _suffix(path: Path, known: Sequence[str]) -> bool:
@@ -83,24 +84,33 @@ def _is_readable(file: Path) -> bool:
     return file.is_file()
 
 
+def _in_folder(folder: Path) -> list[Path]:
+    "The files of a folder that hold texts; in a BEIR folder the corpus, not the queries beside it."
+    files = [file for file in sorted(folder.iterdir()) if _is_readable(file)]
+    return [file for file in files if file.name in _CORPUS][:1] or files
+
+
 def left_out(source: str | os.PathLike) -> list[str]:  # names
     """What `find_files` leaves out of a folder and may be missed: other kinds of files, except .md,
-    and folders.
+    and folders; in a BEIR folder all but the corpus.
     """
     path = Path(source)
+    if not path.is_dir():
+        return []
+    read = _in_folder(path)
     return [
         f"{entry.name}/" if entry.is_dir() else entry.name
-        for entry in (sorted(path.iterdir()) if path.is_dir() else ())
-        if not entry.name.startswith(".")
-        and not _is_readable(entry)
-        and entry.suffix.lower() != ".md"
+        for entry in sorted(path.iterdir())
+        if not entry.name.startswith(".") and entry not in read and entry.suffix.lower() != ".md"
     ]
 
 
 def find_files(
     source: str | os.PathLike,  # a file, or a folder of files
 ) -> list[Path]:
-    "The files of a corpus, in the order of their names. Raises `InputError`."
+    """The files of a corpus, in the order of their names; of a BEIR folder only its corpus. Raises
+    `InputError`.
+    """
     path = Path(source)
     known = ", ".join(_ROWS + _LINES)
     if not path.exists():
@@ -118,7 +128,7 @@ def find_files(
         if path.suffix and not _suffix(path, _ROWS + _LINES):
             raise InputError(f"{path}: unknown kind of file; texts are read from {known}")
         return [path]
-    files = [file for file in sorted(path.iterdir()) if _is_readable(file)]
+    files = _in_folder(path)
     if not files:
         raise InputError(f"{path}: no file in this folder can be read; put {known} files into it")
     return files
