@@ -229,6 +229,8 @@ def parquet_rows(path, opened, wanted=is_read):
             file = pq.ParquetFile(raw, buffer_size=2**20)
             number = 0
             names = file.schema_arrow.names
+            if fault := _header_fault(names, ()):
+                raise InputError(f"{path}: {fault}")
             columns = [name for name in names if wanted(name)]
             others = dict.fromkeys(name for name in names if not wanted(name))
             for batch in file.iter_batches(batch_size=1000, columns=columns, use_threads=False):
