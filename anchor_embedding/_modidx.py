@@ -421,6 +421,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check._size_rows': ( 'data/check.html#_size_rows',
                                                                                          'anchor_embedding/data/check.py'),
+                                             'anchor_embedding.data.check._unused': ( 'data/check.html#_unused',
+                                                                                      'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check.characters': ( 'data/check.html#characters',
                                                                                          'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check.check_data': ( 'data/check.html#check_data',

@@ -104,6 +104,14 @@ def _figures(tally):
     }
 
 # %% ../../nbs/data/35_check.ipynb #5e9e6ff8
+def _unused(row: dict) -> list[str]:
+    "The fields of a row that no example has: of unknown names, and after one of the same meaning."
+    twice = []
+    for names in (QUERY, ("positive_passages", *POSITIVE)):
+        twice += [name for name in names if row.get(name) is not None][1:]
+    return [name for name in row if not is_read(name)] + twice
+
+
 def _check_part(
     part: Part, tallies: dict, bad: list[str], ignored: set[str], opened, measure
 ) -> int:
@@ -127,7 +135,7 @@ def _check_part(
         for where, row in part.rows(opened):
             empty = False
             if isinstance(row, dict):
-                ignored.update(field for field in map(str, row) if not is_read(field))
+                ignored.update(_unused(row))
                 name = row.get("dataset")
                 tally(name if isinstance(name, str) and name else part.dataset).add_empty(row)
             try:

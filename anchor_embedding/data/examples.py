@@ -139,7 +139,7 @@ def examples_in(
         positives = _passages_of(row, "positive_passages", where)
         if not positives:
             raise InputError(f"{where}: 'positive_passages' is empty; fill it in or remove the row")
-    elif isinstance(row.get("pos"), list):
+    elif isinstance(row.get("pos"), list) and row.get("positive") is row.get("answer") is None:
         positives = [_text_of({"pos": text}, ("pos",), where) for text in row["pos"]]
         if not positives:
             raise InputError(f"{where}: 'pos' is empty; fill it in or remove the row")
