@@ -397,6 +397,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check._Tally.add_empty': ( 'data/check.html#_tally.add_empty',
                                                                                                'anchor_embedding/data/check.py'),
+                                             'anchor_embedding.data.check._blank': ( 'data/check.html#_blank',
+                                                                                     'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check._check_html': ( 'data/check.html#_check_html',
                                                                                           'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check._check_part': ( 'data/check.html#_check_part',

@@ -29,6 +29,7 @@ from anchor_embedding.data.examples import (
 from .rows import BadRow, is_read
 from .sources import Part, find_parts, not_read
 from .store import LISTED, ExampleStore, counted_parts
+from ..model.text import clean
 
 # %% ../../nbs/data/35_check.ipynb #da38a975
 def _digest(data):
@@ -38,6 +39,11 @@ def _digest(data):
 def characters(texts: list[str]) -> list[int]:
     "The number of characters of each text."
     return [len(text) for text in texts]
+
+
+def _blank(values: list) -> int:
+    "How many of the values are texts without a visible character."
+    return sum(isinstance(value, str) and not value.strip() for value in values)
 
 
 class _Tally:
@@ -67,11 +73,9 @@ class _Tally:
     def add_empty(self, row: dict) -> None:
         "Count the blank fields of a raw row."
         for field, names in (("query", QUERY), ("positive", POSITIVE)):
-            value = next((row[name] for name in names if name in row), None)
-            self.empty[field] += isinstance(value, str) and not value.strip()
-        self.empty["negatives"] += sum(
-            isinstance(text, str) and not text.strip() for text in raw_negatives(row)
-        )
+            value = next((row[name] for name in names if row.get(name) is not None), None)
+            self.empty[field] += _blank(value if isinstance(value, list) else [value])
+        self.empty["negatives"] += _blank(raw_negatives(row))
 
 # %% ../../nbs/data/35_check.ipynb #8bedd9da
 def length_summary(
@@ -123,10 +127,10 @@ def _check_part(
     def tally(name):
         return tallies.setdefault(name, _Tally(measure))
 
-    def note(message):
+    def note(message, name=part.dataset):
         nonlocal bad_rows
         bad_rows += 1
-        tally(part.dataset).bad_rows += 1
+        tally(name).bad_rows += 1
         if len(bad) < LISTED:
             bad.append(str(message))
 
@@ -134,17 +138,19 @@ def _check_part(
         empty = True
         for where, row in part.rows(opened):
             empty = False
+            name = part.dataset
             if isinstance(row, dict):
                 ignored.update(_unused(row))
-                name = row.get("dataset")
-                tally(name if isinstance(name, str) and name else part.dataset).add_empty(row)
+                if isinstance(row.get("dataset"), str):
+                    name = clean(row["dataset"]) or name
+                tally(name).add_empty(row)
             try:
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
                 for example in examples_in(row, where, part.dataset):
                     tally(example.dataset).add(example)
             except InputError as error:
-                note(error)
+                note(error, name)
         if empty:
             note(f"{part.name}: the file has no rows")
     except InputError as error:
@@ -209,7 +215,8 @@ class DataCheck:
 
 def _check_title(check):
     rows = counted(check.rows, "row")
-    datasets = counted(len(check.datasets), "dataset")
+    with_rows = [figures for figures in check.datasets.values() if figures["rows"]]
+    datasets = counted(len(with_rows), "dataset")
     bad = counted(check.bad_rows, "bad row")
     left = f"; not read: {', '.join(check.not_read)}" if check.not_read else ""
     return f"{Path(check.source).name}: {rows} in {datasets}, {bad}{left}"

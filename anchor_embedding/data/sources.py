@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..common.errors import InputError
 from ..common.files import near_path
+from ..common.show import counted
 from .examples import Example, examples_in
 from anchor_embedding.data.rows import (
     BadRow,
@@ -270,7 +271,7 @@ def read_examples(
         items = list(part_examples(part, on_bad_row))
         if bad := [item for item in items if isinstance(item, BadRow)]:
             warnings.warn(
-                f"{part.name}: skipped {len(bad)} of {len(items)} rows; the first: {bad[0]}",
+                f"{part.name}: {counted(len(bad), 'bad row')} left out; the first: {bad[0]}",
                 stacklevel=2,
             )
         examples += [item for item in items if not isinstance(item, BadRow)]
