@@ -31,6 +31,7 @@ from ..model.bidirectional import set_attention
 from ..model.decoder import POOLINGS, CausalDecoder, check_echo, evaluating
 from anchor_embedding.model.loading import (
     check_head,
+    check_vocabulary,
     choose_device,
     choose_dtype,
     find_device,
@@ -410,7 +411,8 @@ def load_embedder(
     **settings,
 ) -> Embedder:
     """Load an embedder. A model without saved settings gets the defaults. Raises `InputError`, also
-    for a sentence-transformers model that was not made here, unless its pooling is named.
+    for a sentence-transformers model that was not made here, unless its pooling is named, and for a
+    tokenizer with more tokens than the model has embeddings.
     """
     check_known(settings, _SETTINGS)
     device = choose_device() if device is None else find_device(device)
@@ -439,6 +441,7 @@ def load_embedder(
     path = own if (own / "adapter_config.json").exists() else path
     attention = settings.pop("attention")
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
+    check_vocabulary(decoder, tokenizer, str(name))
     soft_tokens = settings["soft_tokens"]
     if soft_tokens and soft_tokens.kind == "pause":
         load_pause_tokens(decoder, own, soft_tokens.steps)
