@@ -880,6 +880,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder.load_pause_tokens': ( 'embed/embedder.html#load_pause_tokens',
                                                                                                         'anchor_embedding/embed/embedder.py'),
+                                                 'anchor_embedding.embed.embedder.name_whole_path': ( 'embed/embedder.html#name_whole_path',
+                                                                                                      'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder.one_for_each': ( 'embed/embedder.html#one_for_each',
                                                                                                    'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder.own_files': ( 'embed/embedder.html#own_files',

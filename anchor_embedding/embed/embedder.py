@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETTINGS_FILE', 'CARD', 'CHUNK_TEXTS', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts', 'one_for_each',
-           'encode_texts', 'own_files', 'read_tokenizer', 'write_embedder', 'write_settings', 'read_settings',
-           'load_pause_tokens', 'load_embedder']
+           'encode_texts', 'own_files', 'read_tokenizer', 'name_whole_path', 'write_embedder', 'write_settings',
+           'read_settings', 'load_pause_tokens', 'load_embedder']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
@@ -289,6 +289,15 @@ def read_tokenizer(
     return load_tokenizer(bare if bare.is_dir() else name)
 
 # %% ../../nbs/embed/10_embedder.ipynb #13615604
+def name_whole_path(decoder: CausalDecoder) -> None:
+    "Make an adapter name the folder of its base by the whole path."
+    for adapter in getattr(decoder.model, "peft_config", {}).values():
+        # a relative path would name another model when it is read from another folder
+        base = adapter.base_model_name_or_path
+        if base and Path(base).is_dir():
+            adapter.base_model_name_or_path = str(Path(base).absolute())
+
+
 def write_embedder(
     embedder: Embedder,
     folder: Path,  # must exist
@@ -296,11 +305,7 @@ def write_embedder(
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     "Write weights or adapter, tokenizer and settings."
-    for adapter in getattr(embedder.decoder.model, "peft_config", {}).values():
-        # a relative path would name another model when it is read from another folder
-        base = adapter.base_model_name_or_path
-        if base and Path(base).is_dir():
-            adapter.base_model_name_or_path = str(Path(base).absolute())
+    name_whole_path(embedder.decoder)
     own = {"pause_tokens": getattr(embedder.decoder, "pause_tokens", None)} | (weights or {})
     if (pause := own.pop("pause_tokens")) is not None:
         save_file({"pause_tokens": pause.detach().cpu().contiguous()}, folder / PAUSE_TOKENS)

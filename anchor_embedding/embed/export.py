@@ -21,7 +21,13 @@ from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from ..data.batches import Instructions
 from .card import check_scores, find_base, model_card
-from .embedder import BARE_TOKENIZER, Embedder, load_embedder, write_settings
+from anchor_embedding.embed.embedder import (
+    BARE_TOKENIZER,
+    Embedder,
+    load_embedder,
+    name_whole_path,
+    write_settings,
+)
 from .onnx import check_packages, write_onnx
 from ..model.base import resolve_base
 from ..model.text import TextTokenizer, format_instruction
@@ -256,6 +262,7 @@ def _write_weights(
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
     elif adapter:
+        name_whole_path(embedder.decoder)
         model.save_pretrained(folder)
     else:
         model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
