@@ -481,6 +481,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents.Overview': ( 'data/documents.html#overview',
                                                                                                'anchor_embedding/data/documents.py'),
+                                                 'anchor_embedding.data.documents._check_names': ( 'data/documents.html#_check_names',
+                                                                                                   'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents._column': ( 'data/documents.html#_column',
                                                                                               'anchor_embedding/data/documents.py'),
                                                  'anchor_embedding.data.documents._document': ( 'data/documents.html#_document',

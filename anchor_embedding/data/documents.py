@@ -105,6 +105,19 @@ def left_out(source: str | os.PathLike) -> list[str]:  # names
     ]
 
 
+def _check_names(files: list[Path]) -> None:
+    "Raise `InputError` for two files of one name, which may hold the same texts twice."
+    by_name = {}
+    for file in files:
+        ending = next(ending for ending in _ROWS + _LINES if _suffix(file, (ending,)))
+        other = by_name.setdefault(file.name[: -len(ending)], file)
+        if other != file:
+            raise InputError(
+                f"{file}: {other.name} beside it may hold the same texts; remove one of them, or "
+                "rename it if they hold different texts"
+            )
+
+
 def find_files(
     source: str | os.PathLike,  # a file, or a folder of files
 ) -> list[Path]:
@@ -131,6 +144,7 @@ def find_files(
     files = _in_folder(path)
     if not files:
         raise InputError(f"{path}: no file in this folder can be read; put {known} files into it")
+    _check_names(files)
     return files
 
 # %% ../../nbs/data/50_documents.ipynb #7266fb8f
