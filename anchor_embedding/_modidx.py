@@ -561,6 +561,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_embedding/data/rows.py'),
                                             'anchor_embedding.data.rows._object': ( 'data/rows.html#_object',
                                                                                     'anchor_embedding/data/rows.py'),
+                                            'anchor_embedding.data.rows._readable': ( 'data/rows.html#_readable',
+                                                                                      'anchor_embedding/data/rows.py'),
                                             'anchor_embedding.data.rows._with_lists': ( 'data/rows.html#_with_lists',
                                                                                         'anchor_embedding/data/rows.py'),
                                             'anchor_embedding.data.rows.arrow_rows': ( 'data/rows.html#arrow_rows',

@@ -280,15 +280,13 @@ def locked(
 
 # %% ../../nbs/common/10_files.ipynb #10ced005
 @contextmanager
-def unnamed_file(folder: Path):
+def unnamed_file(folder: Path, remedy: str = "choose another place"):
     "Context that gives a temporary file without a name. Raises `InputError` for a full disk."
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             yield file
     except OSError as error:
-        raise InputError(
-            f"cannot write in {folder}: {error}; free space, or choose another place"
-        ) from error
+        raise InputError(f"cannot write in {folder}: {error}; free space, or {remedy}") from error
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
 def cache_folder() -> Path:

@@ -154,6 +154,8 @@ def _check_part(
         if empty:
             note(f"{part.name}: the file has no rows")
     except InputError as error:
+        if isinstance(error.__cause__, OSError):  # a full disk, where a file is written meanwhile
+            raise
         note(f"{error}; the rest of this file was not checked")
     except OSError as error:
         note(f"{part.name}: cannot be read ({error.strerror or error})")
@@ -167,7 +169,7 @@ def check_data(
     unit: str = "characters",  # … in this unit
 ) -> "DataCheck":
     """Read all of a source and count its rows, lengths, duplicates and faults. Raises `InputError`
-    only when there is nothing to read.
+    only when there is nothing to read, or no space for what is written meanwhile.
     """
     source = os.fspath(source)
     parts = find_parts(source)

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..common.errors import InputError, first_line
+from ..common.files import unnamed_file
 from ..common.show import counted
 from .examples import NEGATIVES, POSITIVE, QUERY, with_title
 
@@ -259,6 +260,17 @@ def arrow_rows(name, paths, opened):
                     yield f"{name}: row {number}", row | others
 
 # %% ../../nbs/data/12_rows.ipynb #bd9cc7e6
+def _readable(path, rows):
+    "The rows. Raises `InputError` if the file cannot be read, to tell that from a full disk."
+    try:
+        yield from rows
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); check the file and its "
+            "permissions"
+        ) from None
+
+
 class _Texts:
     "id → text, for the wanted ids; the texts are in a file."
 
@@ -268,7 +280,7 @@ class _Texts:
 
     def fill(self, path, opened):
         "Store the wanted texts of a BEIR file; yield its bad rows."
-        for where, row in jsonl_rows(path, opened):
+        for where, row in _readable(path, jsonl_rows(path, opened)):
             if isinstance(row, BadRow):
                 yield where, row
             elif not isinstance(row, dict) or "_id" not in row:
@@ -339,7 +351,8 @@ def beir_rows(corpus, queries, qrels, opened):
                 remedy = "keep one of the lines"
                 yield where, BadRow(f"document {document!r} is judged both ways; {remedy}")
     wanted = (document for judgements in judged.values() for document in judgements)
-    with tempfile.TemporaryFile() as query_file, tempfile.TemporaryFile() as document_file:
+    place = Path(tempfile.gettempdir()), "set TMPDIR to another folder"
+    with unnamed_file(*place) as query_file, unnamed_file(*place) as document_file:
         query_texts = _Texts(query_file, judged)
         document_texts = _Texts(document_file, wanted)
         yield from query_texts.fill(queries, opened)
