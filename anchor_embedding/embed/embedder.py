@@ -346,12 +346,18 @@ def write_settings(embedder: Embedder, folder: Path) -> None:
 # %% ../../nbs/embed/10_embedder.ipynb #18219da6
 _TEXT = ("template", "max_length", "eos_token", "prompt")  # settings of `TextTokenizer`
 _SETTINGS = (*_TEXT, "pooling", "attention", "soft_tokens", "decode_opening", "instructions")
+_KINDS = {  # in the file; the other settings are texts
+    "max_length": int,
+    "eos_token": str | None,
+    "soft_tokens": SoftTokens,
+    "instructions": str | dict | None,
+}
 
 
 def read_settings(
     name: str | os.PathLike,  # folder or hub name
 ) -> dict:
-    "The settings saved with a model; empty if none were saved."
+    "The settings saved with a model; empty if none were saved. Raises `InputError`."
     path = own_files(str(name)) / SETTINGS_FILE
     if not path.exists():
         return {}
@@ -364,6 +370,9 @@ def read_settings(
             settings["soft_tokens"] = SoftTokens(**saved["soft_tokens"])
         if "instructions" in saved:
             settings["instructions"] = saved["instructions"]
+        for key, value in settings.items():
+            if not isinstance(value, _KINDS.get(key, str)):
+                raise ValueError(f"{key} is {json.dumps(value)}")
         return settings
     except InputError:
         raise
