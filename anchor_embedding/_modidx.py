@@ -183,6 +183,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.read_json': ( 'common/files.html#read_json',
                                                                                             'anchor_embedding/common/files.py'),
+                                               'anchor_embedding.common.files.refuse_here': ( 'common/files.html#refuse_here',
+                                                                                              'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.sync': ( 'common/files.html#sync',
                                                                                        'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.unnamed_file': ( 'common/files.html#unnamed_file',

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder
+from ..common.files import atomic_folder, refuse_here
 from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from ..data.batches import Instructions
@@ -306,8 +306,9 @@ def _edit_json(path: Path, change) -> None:
 
 # %% ../../nbs/embed/40_export.ipynb #10d371e3
 def _free_folder(folder: str | os.PathLike) -> Path:
-    "`folder` as a path. Raises `InputError` if it is a file or not empty."
+    "`folder` as a path. Raises `InputError` if it is a file, not empty, or the working folder."
     folder = Path(folder)
+    refuse_here(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
             f"cannot export to {folder}: it already exists; name a new folder, or remove it"
