@@ -359,7 +359,7 @@ def export_embedder(
     # the scores.json of an evaluation, for the model card
     scores: str | os.PathLike | dict | None = None,
     # prompt name → instruction; None = those of training, see `default_instructions`
-    instructions: Mapping[str, str] | None = None,
+    instructions: Mapping[str, str | None] | None = None,
     normalize: bool = False,  # vectors of length 1
     padding_side: str = "right",  # or "left"; the vectors are the same
     base: str | None = None,  # the base's name on the hub, if it was loaded from a folder
@@ -391,7 +391,7 @@ def export_embedder(
         if weights != known.get("name") and not Path(weights).exists():
             known["source"] = weights
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
-    instructions = dict(instructions or {})
+    instructions = {name: one or "" for name, one in (instructions or {}).items()}
     if "query" not in instructions:
         datasets = cards[-1].get("datasets", ()) if cards else ()
         instructions = default_instructions(embedder.instructions, datasets) | instructions
