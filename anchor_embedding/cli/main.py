@@ -99,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
+            _show_traceback(args)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             say(f"anchor: the output cannot be written: {error.strerror}")
             return 2

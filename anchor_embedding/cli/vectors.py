@@ -267,7 +267,7 @@ def _add_encode(commands) -> None:
         "--in",
         "SOURCE",
         "JSONL, CSV or Parquet with `text` (and `id`), a file with one text per line, a folder of "
-        "these, or - for standard input",
+        "these, or - for standard input (JSONL, or one text per line)",
         dest="texts",
         required=True,
     )
