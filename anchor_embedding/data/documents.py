@@ -21,7 +21,9 @@ from ..common.files import file_stamp, near_path
 from .examples import with_title
 from anchor_embedding.data.rows import (
     BadRow,
+    check_names,
     csv_rows,
+    ending_of,
     file_lines,
     jsonl_rows,
     open_binary,
@@ -47,10 +49,6 @@ _LINES = (".txt", ".txt.gz")
 _CORPUS = ("corpus.jsonl", "corpus.jsonl.gz")  # of a BEIR folder
 
 
-def _suffix(path: Path, known: Sequence[str]) -> bool:
-    return path.name.lower().endswith(tuple(known))
-
-
 def _text_rows(path: Path, opened) -> Iterator[tuple[str, dict | BadRow]]:
     "A row for every line of a text file."
     for where, line in file_lines(path, opened):
@@ -62,11 +60,11 @@ def _text_rows(path: Path, opened) -> Iterator[tuple[str, dict | BadRow]]:
 
 def _rows(path: Path, columns: Sequence[str], opened) -> Iterator[tuple[str, dict | BadRow]]:
     "(where, row) of a file."
-    if _suffix(path, (".jsonl", ".jsonl.gz")):
+    if ending_of(path, (".jsonl", ".jsonl.gz")):
         return jsonl_rows(path, opened)
-    if _suffix(path, (".csv",)):
+    if ending_of(path, (".csv",)):
         return csv_rows(path, (("text",),), opened)
-    if _suffix(path, (".parquet",)):
+    if ending_of(path, (".parquet",)):
         wanted = {*ID, *TEXT, *columns}
         return parquet_rows(path, opened, wanted.__contains__)
     return _text_rows(path, opened)
@@ -74,7 +72,7 @@ def _rows(path: Path, columns: Sequence[str], opened) -> Iterator[tuple[str, dic
 
 def _is_readable(file: Path) -> bool:
     "Whether a file of a folder holds texts. Raises `InputError` for a broken link."
-    if not _suffix(file, _ROWS + _LINES) or file.name.startswith("."):
+    if not ending_of(file, _ROWS + _LINES) or file.name.startswith("."):
         return False
     if file.is_symlink() and not file.exists():
         raise InputError(
@@ -105,19 +103,6 @@ def left_out(source: str | os.PathLike) -> list[str]:  # names
     ]
 
 
-def _check_names(files: list[Path]) -> None:
-    "Raise `InputError` for two files of one name, which may hold the same texts twice."
-    by_name = {}
-    for file in files:
-        ending = next(ending for ending in _ROWS + _LINES if _suffix(file, (ending,)))
-        other = by_name.setdefault(file.name[: -len(ending)], file)
-        if other != file:
-            raise InputError(
-                f"{file}: {other.name} beside it may hold the same texts; remove one of them, or "
-                "rename it if they hold different texts"
-            )
-
-
 def find_files(
     source: str | os.PathLike,  # a file, or a folder of files
 ) -> list[Path]:
@@ -138,13 +123,13 @@ def find_files(
                 "the texts to standard input (--in -)"
             )
         # a name without an ending is that of a file of lines
-        if path.suffix and not _suffix(path, _ROWS + _LINES):
+        if path.suffix and not ending_of(path, _ROWS + _LINES):
             raise InputError(f"{path}: unknown kind of file; texts are read from {known}")
         return [path]
     files = _in_folder(path)
     if not files:
         raise InputError(f"{path}: no file in this folder can be read; put {known} files into it")
-    _check_names(files)
+    check_names(files, _ROWS + _LINES)
     return files
 
 # %% ../../nbs/data/50_documents.ipynb #7266fb8f

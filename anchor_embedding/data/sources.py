@@ -21,7 +21,9 @@ from anchor_embedding.data.rows import (
     BadRow,
     arrow_rows,
     beir_rows,
+    check_names,
     csv_pairs,
+    ending_of,
     jsonl_rows,
     open_binary,
     parquet_rows,
@@ -47,12 +49,8 @@ _READERS = {
 _FORMATS = ", ".join(_READERS)
 
 
-def _suffix(path):
-    return next((suffix for suffix in _READERS if path.name.lower().endswith(suffix)), None)
-
-
 def _file_part(path):
-    suffix = _suffix(path)
+    suffix = ending_of(path, _READERS)
     return Part(
         str(path), (path,), path.name[: -len(suffix)], lambda opened: _READERS[suffix](path, opened)
     )
@@ -144,7 +142,11 @@ def find_parts(
             f"no data are named; give the path of your data ({_FORMATS}, or a folder of them)"
         )
     if not path.exists():
-        if isinstance(source, str) and not _suffix(path) and (hub := _HUB_NAME.fullmatch(source)):
+        if (
+            isinstance(source, str)
+            and not ending_of(path, _READERS)
+            and (hub := _HUB_NAME.fullmatch(source))
+        ):
             return [_hub_part(source, *hub.groups())]
         raise InputError(
             f"{path}: there is no such file or folder; give the path of your data "
@@ -164,31 +166,18 @@ def find_parts(
         )
     if not readable:
         raise InputError(f"{path}: unknown kind of file; save it as one of {_FORMATS}")
-    _check_names(readable)
+    check_names(readable, _READERS)
     return [_file_part(file) for file in readable]
 
 
 def _is_readable(file):
     "Whether a file of a folder holds pairs. Raises `InputError` for one that cannot be read."
-    if not _suffix(file) or file.name.startswith(".") or file.is_dir():
+    if not ending_of(file, _READERS) or file.name.startswith(".") or file.is_dir():
         return False
     if not file.is_file():
         fault = "is a link to a file that is not there" if file.is_symlink() else "is not a file"
         raise InputError(f"{file}: {fault}; put the file in its place, or remove this one")
     return True
-
-
-def _check_names(files):
-    "Raise `InputError` for two files of one dataset, which may be the same pairs twice."
-    by_dataset = {}
-    for file in files:
-        dataset = file.name[: -len(_suffix(file))]
-        other = by_dataset.setdefault(dataset, file)
-        if other != file:
-            raise InputError(
-                f"{file}: {other.name} beside it is the dataset {dataset!r} too; remove one of "
-                "them, or rename it if they hold different pairs"
-            )
 
 
 def not_read(source: str | os.PathLike) -> list[str]:  # names
@@ -197,13 +186,13 @@ def not_read(source: str | os.PathLike) -> list[str]:  # names
     """
     path = Path(source)
     files = find_parts(source)[0].files if path.is_dir() else ()
-    if len(files) != 1 or not _suffix(files[0]):
+    if len(files) != 1 or not ending_of(files[0], _READERS):
         return []  # of a file, a BEIR folder or a saved dataset, whose files are known
     return [
         f"{entry.name}/" if entry.is_dir() else entry.name
         for entry in sorted(path.iterdir())
         if not entry.name.startswith(".")
-        and (entry.is_dir() or not _suffix(entry))
+        and (entry.is_dir() or not ending_of(entry, _READERS))
         and entry.suffix.lower() != ".md"
     ]
 
