@@ -832,6 +832,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._read_manifest': ( 'embed/corpus.html#_read_manifest',
                                                                                                  'anchor_embedding/embed/corpus.py'),
+                                               'anchor_embedding.embed.corpus._remove_half_written': ( 'embed/corpus.html#_remove_half_written',
+                                                                                                       'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._same_model': ( 'embed/corpus.html#_same_model',
                                                                                               'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._shard': ( 'embed/corpus.html#_shard',

@@ -198,6 +198,14 @@ def _write_shard(
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
 
 
+def _remove_half_written(folder: Path, numbers: Sequence[int]) -> None:
+    "Remove what a process that was killed while it wrote one of these shards has left."
+    names = {_shard(folder, number).name for number in numbers}
+    for left in folder.glob(".shard-*.parquet.????????"):
+        if left.name[1:-9] in names:  # the others may be those of running processes
+            left.unlink(missing_ok=True)
+
+
 def _documents_there(folder: Path, sizes: Sequence[int]) -> int:
     "The number of documents in finished shards, of all processes."
     names = {*os.listdir(folder)}
@@ -242,6 +250,7 @@ def encode_corpus(
         for start in range(0, overview.documents, settings.shard_size)
     ]
     mine = range(rank, len(sizes), world)
+    _remove_half_written(folder, mine)
     missing = {number for number in mine if not _shard(folder, number).exists()}
     documents = _unchanged(source, stamps, read_documents(source, settings.columns))
     corpus = _identity(_read_manifest(folder))
