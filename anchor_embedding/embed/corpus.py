@@ -439,7 +439,9 @@ class Corpus:
         self,
         places: Sequence[int],  # positions in the corpus
     ) -> list[dict[str, str | None]]:  # in the order of `places`
-        "Id and stored columns of documents."
+        "Id and stored columns of documents. Raises `IndexError`, and `InputError` for a bad shard."
+        if len(places) and not 0 <= min(places) <= max(places) < len(self):
+            raise IndexError(f"documents are numbered 0 to {len(self) - 1}")
         by_place = {}
         for number in sorted({place // self._size for place in places}):
             table = self._read(number, ["id", *self.columns])
