@@ -32,14 +32,21 @@ class Example:
 QUERY = ("query", "query_text", "anchor", "question")
 POSITIVE = ("positive", "answer", "pos")
 NEGATIVES = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?")
-_KINDS = {"NoneType": "null", "str": "a text", "list": "a list", "dict": "an object"}
+_KINDS = {
+    "NoneType": "null",
+    "bool": "true or false",
+    "int": "a number",
+    "float": "a number",
+    "str": "a text",
+    "list": "a list",
+    "dict": "an object",
+}
 
 
 def _kind(value) -> str:
     "The type of a value, in the words of a data file."
-    if isinstance(value, bool):
-        return "true or false"
-    return _KINDS.get(type(value).__name__, "a number")
+    kind = type(value).__name__
+    return _KINDS.get(kind, f"of the type {kind}")
 
 
 def _text_of(row, names, where):
