@@ -9,6 +9,8 @@ __all__ = ['PACKAGES', 'MIN_COSINE', 'ONNX_FILE', 'check_packages', 'write_onnx'
 import contextlib
 import json
 import logging
+import os
+import tempfile
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,7 +159,7 @@ def write_onnx(
     """Write a model's ONNX graph into its folder, in float32. Inputs are (n, L) `input_ids` and
     `attention_mask`. Outputs are (n, L, d) `last_hidden_state` and (n, d) `sentence_embedding`,
     which is pooled, and of length 1 if the model was exported with `normalize`. Raises
-    `InputError`.
+    `InputError`; a graph that was there before then stays.
     """
     check_packages()
     embedder = load_embedder(folder, "float32", "cpu")
@@ -171,7 +173,11 @@ def write_onnx(
     embedder.decoder.causal_lm.set_attn_implementation("sdpa")
     backbone = embedder.decoder.causal_lm.get_decoder()
     path = Path(folder) / ONNX_FILE
-    path.parent.mkdir(exist_ok=True)
-    _write_graph(_Graph(backbone, embedder.pooling, normalize), path)
-    _check_graph(path, ids, expected)
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as aside:
+        new = Path(aside) / path.name
+        _write_graph(_Graph(backbone, embedder.pooling, normalize), new)
+        _check_graph(new, ids, expected)
+        path.parent.mkdir(exist_ok=True)
+        for file in sorted(Path(aside).iterdir(), reverse=True):  # the graph after its weights
+            os.replace(file, path.parent / file.name)
     return path
