@@ -4,6 +4,7 @@ resumption after an interruption, and clear errors.
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from test_cli import failure
@@ -30,7 +31,13 @@ ROWS = [
     for _ in range(60)
 ]
 PAIRS = SplitPairs(ROWS[12:], ROWS[:12], {"data": "made up"})
-THREE = ["quickstart", "smollm2-135m/gircse"]  # baseline, anchor and gircse
+QUICKSTART = load_recipe("quickstart")
+TWO = replace(
+    QUICKSTART,
+    stages={name: QUICKSTART.stages[name] for name in ("stage1", "stage2")},
+    arms={name: QUICKSTART.arms[name] for name in ("baseline", "anchor")},
+)
+THREE = [TWO, "smollm2-135m/gircse"]  # baseline, anchor and gircse
 
 
 def small(base):
@@ -132,10 +139,10 @@ def test_a_tournament_does_not_go_on_with_other_tasks(play, tmp_path):
         def __call__(self, embedder):
             return [{"task": "own", "metric": "count", "score": 1.0}]
 
-    play(["quickstart"], tmp_path / "out", tasks=Scores("1"))
-    play(["quickstart"], tmp_path / "out", tasks=Scores("1"))
+    play([TWO], tmp_path / "out", tasks=Scores("1"))
+    play([TWO], tmp_path / "out", tasks=Scores("1"))
     with pytest.raises(InputError, match="began with another tasks"):
-        play(["quickstart"], tmp_path / "out", tasks=Scores("2"))
+        play([TWO], tmp_path / "out", tasks=Scores("2"))
 
 
 def test_interrupted_goes_on_and_finished_is_left_alone(played, play, tmp_path):
@@ -254,7 +261,7 @@ def test_seeds_give_verdicts_and_several_contestants_holms():
 
 
 def test_runs_of_one_seed_share_their_batches(play, tmp_path):
-    report = play(["quickstart"], tmp_path / "out", seeds=3)
+    report = play([TWO], tmp_path / "out", seeds=3)
     tokens = {}
     for seed, place in {
         42: tmp_path / "out",
@@ -295,7 +302,7 @@ def test_seeds_go_on_where_they_stopped(play, tmp_path):
         return []
 
     with pytest.raises(KeyboardInterrupt):
-        play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2)
+        play([TWO], tmp_path / "out", tasks=interrupt, seeds=2)
     before = {
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "out" / "runs").glob("*/metrics.jsonl")
@@ -305,13 +312,13 @@ def test_seeds_go_on_where_they_stopped(play, tmp_path):
         and (tmp_path / "out" / "seed-43").is_dir()
         and not (tmp_path / "out" / "tournament.json").exists()
     )
-    again = play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2)
+    again = play([TWO], tmp_path / "out", tasks=interrupt, seeds=2)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert again["ranks"] == play(["quickstart"], tmp_path / "whole", seeds=2)["ranks"]
+    assert again["ranks"] == play([TWO], tmp_path / "whole", seeds=2)["ranks"]
     with pytest.raises(InputError, match="another alternative"):
-        play(["quickstart"], tmp_path / "out", tasks=interrupt, seeds=2, alternative="greater")
+        play([TWO], tmp_path / "out", tasks=interrupt, seeds=2, alternative="greater")
     with pytest.raises(InputError, match="seeds = 0"):
-        play(["quickstart"], tmp_path / "none", seeds=0)
+        play([TWO], tmp_path / "none", seeds=0)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +328,7 @@ def test_seeds_go_on_where_they_stopped(play, tmp_path):
         (
             ["quickstart", "smollm2-135m/gircse"],
             {"gircse": "seed=1"},
-            "`seed` differs: 42 in anchor/stage2, 1 in gircse/gircse",
+            "`seed` differs: 42 in primed/stage2, 1 in gircse/gircse",
         ),
         (["quickstart", "smollm2-135m/gircse"], {"gircse": "data=other.jsonl"}, "`data` differs"),
         (["quickstart", "smollm2-135m/gircse"], {"gircse": "base=other"}, "`base` differs"),
@@ -373,6 +380,7 @@ def file(tmp_path_factory):
     path.write_text(
         "".join(json.dumps({"query": row.query, "positive": row.positive}) + "\n" for row in ROWS)
     )
+    (path.parent / "two.toml").write_text(TWO.to_toml())
     return path
 
 
@@ -382,7 +390,8 @@ def words(base, file, *more):
     return [
         "tournament",
         "--recipes",
-        *THREE,
+        str(file.parent / "two.toml"),
+        "smollm2-135m/gircse",
         "--amount",
         "4",
         "--every",
