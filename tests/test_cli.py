@@ -389,7 +389,7 @@ def test_a_run_goes_on_from_its_folder_alone(base, pairs, capsys, tmp_path):
     refused = failure(capsys, "train", "stage2", "--resume", run)
     assert "uses the recipe of that run; leave out stage2" in refused
     assert "name a recipe" in failure(capsys, "train")
-    assert "no recipe" in failure(capsys, "train", "--resume", tmp_path / "nowhere")
+    assert "there is no run" in failure(capsys, "train", "--resume", tmp_path / "nowhere")
 
 
 def test_unknown_lora_targets_are_named_among_known_ones(base, pairs, capsys, tmp_path):
@@ -908,7 +908,7 @@ def test_resume_goes_on_in_the_run(base, pairs, tmp_path, capsys, monkeypatch):
         ("recipes stage1 --schema", "leave out stage1"),
         ("sweep nonsense", "there is no run folder nonsense"),
         ("tournament --recipes baseline --amount 2 --heldout 0 --data PAIRS", "at least 2"),
-        ("ceiling BASE --data PAIRS --pairs -1", "pairs = -1: must be at least 2"),
+        ("ceiling BASE --data PAIRS --pairs -1", "pairs = -1: give at least two"),
         ("ceiling BASE --data PAIRS --out FOLDER", "name a file"),
         ("aa-check --runs-dir PAIRS", "is a file; name a folder for the runs"),
         ("soft-tokens BASE --plot s.xyz", "cannot be written as .xyz"),

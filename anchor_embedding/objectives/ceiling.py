@@ -223,7 +223,7 @@ def draw_pairs(
     if seed < 0:
         raise InputError(f"seed = {seed}: must be at least 0")
     if number < 2:
-        raise InputError(f"pairs = {number}: must be at least 2")
+        raise InputError(f"pairs = {number}: give at least two")
     rows = getattr(examples, "rows", None)
     if rows is None:
         rows = {}
