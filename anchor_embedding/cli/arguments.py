@@ -62,7 +62,8 @@ SHARED = {
         "type": int,
         "default": 1,
         "metavar": "N",
-        "help": "runs of every arm; a verdict needs six or more, with three arms seven (default: 1)",
+        "help": "runs of every arm; a verdict needs six or more, with three arms seven"
+        " (default: 1)",
     },
     "--part": {
         "choices": ("test", "development"),

@@ -69,10 +69,10 @@ def load_model(
                 f"{name.tokenizer.max_length}; load it with that length"
             )
         own = name.decoder.compute_dtype or name.decoder.head.weight.dtype
-        if dtype not in ("auto", str(own).removeprefix("torch.")):
+        own = str(own).removeprefix("torch.")
+        if dtype not in ("auto", own):
             raise InputError(
-                f"dtype = {dtype}, but this model is loaded in {str(own).removeprefix('torch.')}; load "
-                "it in that dtype"
+                f"dtype = {dtype}, but this model is loaded in {own}; load it in that dtype"
             )
         return name
     path = resolve_base(str(name)).path

@@ -145,8 +145,8 @@ class HeldoutAnchors:
         check_head(decoder, "the anchor gain")
         if embedder.soft_tokens:
             raise InputError(
-                "the anchor gain is that of the vectors before the soft tokens, which this model does "
-                "not give; measure the model of Stage I"
+                "the anchor gain is that of the vectors before the soft tokens, which this model "
+                "does not give; measure the model of Stage I"
             )
         with evaluating(decoder):
             measured = [self._measure(embedder, batch) for batch in self.batches(embedder)]
