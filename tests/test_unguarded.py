@@ -126,9 +126,48 @@ def test_changed_data_are_refused_on_resume(base, pairs, tmp_path, capsys):
     rows[7]["positive"] += " and more"
     copy.write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
-    assert main(words) == 2
+    # a run that is refused leaves its folder as it was, also what would be pruned or cut
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    assert main([*words, "--set", "keep_checkpoints=1"]) == 2
     assert "are not those this run began with" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    assert main([*words, "--set", f"data={tmp_path / 'gone.jsonl'}"]) == 2
+    assert {path: path.read_bytes() for path in before} == before
     assert (tmp_path / "run" / "step-000002").is_dir() and not (tmp_path / "run" / "final").exists()
+
+
+def test_a_run_without_a_checkpoint_keeps_its_log_when_it_cannot_go_on(base, pairs, tmp_path):
+    copy = tmp_path / "pairs.jsonl"
+    copy.write_text(pairs.read_text())
+    recipe = small(base, copy)
+
+    def killed(line):
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(recipe, tmp_path / "run", progress=False, say=quiet, on_step=killed)
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    copy.unlink()
+    with pytest.raises(InputError, match="no such file"):
+        train(recipe.replace(alpha=0.7), tmp_path / "run", resume=True, progress=False, say=quiet)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == log
+    assert (tmp_path / "run" / "recipe.toml").read_text() == recipe.to_toml()
+
+
+def test_what_is_asked_for_and_cannot_be_done_is_said(base, pairs, tmp_path):
+    """Evaluations without anything that evaluates, and a base that was read with another
+    template.
+    """
+    said = []
+    first = train(
+        small(base, pairs, eval_every=1, template="plain"), tmp_path / "one", say=said.append
+    )
+    assert any("eval_every = 1, but there is nothing to evaluate" in line for line in said)
+    assert not any(line.startswith("note: the base was trained") for line in said)
+    second = small(first, pairs, template="released", max_length=60)
+    train(second, tmp_path / "two", say=said.append)
+    assert any("trained with template = 'plain', and this recipe has 'released'" in s for s in said)
 
 
 def resume(recipe, folder, refused):
@@ -608,11 +647,12 @@ def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monke
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
 
-    def check(machine, weight, evaluate=None):
+    def check(machine, weight, evaluate=None, **of_card):
         folder = RunFolder(tmp_path / machine)
         folder.checkpoint(2).mkdir(parents=True, exist_ok=True)
         save_file({"x": torch.tensor([weight])}, folder.checkpoint(2) / "model.safetensors")
         card = dict.fromkeys(("watched_pairs", "base_digest", "base_files_digest", "instructions"))
+        card |= of_card
         objective = SimpleNamespace(models=dict)
         stage.check_processes(
             SimpleNamespace(
@@ -628,6 +668,13 @@ def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monke
 
     check("first", 1.0)
     check("second", 1.0)
+    for key in ("base_digest", "base_files_digest"):
+        seen.clear()
+        check("first", 1.0, **{key: "one"})
+        with pytest.raises(InputError, match="have different files or names under 'base'"):
+            check("second", 1.0, **{key: "other"})
+    seen.clear()
+    check("first", 1.0)
     with pytest.raises(InputError, match="have different weights in the same checkpoint"):
         check("second", 2.0)
     with pytest.raises(InputError, match="do not evaluate the same"):

@@ -117,11 +117,6 @@ def _recipe_of_run(args) -> str | None:
 def _evaluator(args, recipe):
     "Scores the model every `eval_every` steps; None without tasks."
     if not args.eval_tasks and not args.tasks_dir:
-        if recipe.eval_every:
-            say(
-                f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: name tasks "
-                "with --eval-tasks or --tasks-dir"
-            )
         return None
     if not recipe.eval_every:
         raise InputError("--eval-tasks and --tasks-dir also need --set eval_every=STEPS")

@@ -27,7 +27,8 @@ from ..model.text import TextTokenizer, TokenizedText
 
 # %% ../../nbs/data/40_batches.ipynb #fa467da4
 def _generator(*key):
-    "A random generator that depends on `key` alone."
+    "A random generator that depends on `key` alone, be its values plain or of NumPy."
+    key = tuple(part.item() if isinstance(part, np.generic) else part for part in key)
     digest = hashlib.sha256(repr(key).encode("utf-8", "surrogatepass")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 

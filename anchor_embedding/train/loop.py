@@ -89,10 +89,15 @@ def check_finite(values: dict[str, float], step: int, folder: RunFolder) -> None
     for name, value in values.items():
         if not math.isfinite(value):
             last = max(folder.checkpoints(), default=None)
-            kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
+            kept = (
+                f"; the last checkpoint is step {last} in {folder.path}, and a run that goes on "
+                "from it keeps its rate"
+                if last
+                else ""
+            )
             raise InputError(
-                f"the {name} is {value} at step {step + 1}; lower learning_rate. "
-                f"{kept} in {folder.path}"
+                f"the {name} is {value} at step {step + 1}: start again with a lower learning_rate "
+                f"in another --out{kept}"
             )
 
 

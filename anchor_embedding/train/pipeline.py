@@ -30,7 +30,6 @@ from anchor_embedding.train.recipe import (
     FOLDER,
     Recipe,
     Saved,
-    extended,
     owners,
     recipe_from_dict,
     show_html,
@@ -230,18 +229,7 @@ def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
                     )
                 )
         try:
-            parent = {
-                k: v for k, v in extended(own, load).items() if k not in ("name", "eval_every")
-            }
-            inherited = {k: v for k, v in shared.items() if takes(k, {**shared, **parent})}
-            stages[name] = recipe_from_dict(
-                {
-                    **parent,
-                    **inherited,
-                    **{k: v for k, v in own.items() if k != "extends"},
-                    "name": name,
-                }
-            )
+            stages[name] = recipe_from_dict({**own, "name": name}, load, shared)
         except InputError as e:
             raise InputError(f"stage `{name}`: {e}") from None
     for key in shared:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'batch_plan',
-           'make_data', 'weights_digest', 'files_digest', 'model_digest', 'prepare_tokenizer', 'opening_of',
-           'prepare_embedder', 'base_shape', 'least_free', 'fit_to_device']
+           'make_data', 'files_digest', 'model_digest', 'prepare_tokenizer', 'opening_of', 'prepare_embedder',
+           'base_shape', 'least_free', 'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
 import hashlib
@@ -26,7 +26,7 @@ import torch
 # %% ../../nbs/train/35_prepare.ipynb #be923f2c
 from ..common.errors import InputError
 from ..common.files import read_json
-from ..common.provenance import device_name
+from ..common.provenance import device_name, weights_digest
 from anchor_embedding.data.batches import (
     SHIPPED,
     BatchPlan,
@@ -324,24 +324,6 @@ def make_data(
     )
 
 # %% ../../nbs/train/35_prepare.ipynb #011ccc2c
-def weights_digest(folder: str | Path) -> str:
-    """A digest of the weights in a folder: of the name and size of each file, and of 64 parts of
-    it, which are all of a file of up to 4 MB. Empty for the name of a model on the hub.
-    """
-    if not Path(folder).is_dir():
-        return ""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix in (".safetensors", ".bin"):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                for part in range(64):
-                    file.seek(size * part // 64)
-                    digest.update(file.read(2**16))
-    return digest.hexdigest()[:16]
-
-
 # configuration, tokenizer and chat template; not a score or a note that lies beside them
 _READ_FILE = re.compile(
     r".*(config|token|template|anchor_embedding).*\.json|vocab\.(json|txt)|merges\.txt"
@@ -467,7 +449,7 @@ def prepare_embedder(
         card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
-    _note_other_reading(recipe, base.path, say)
+    _note_other_reading(recipe, tokenizer.template.style, base.path, say)
     instructions = instructions_record(recipe.instructions, datasets)
     card["instructions"] = instructions
     return Embedder(
@@ -475,14 +457,15 @@ def prepare_embedder(
     ), card
 
 # %% ../../nbs/train/35_prepare.ipynb #c443dce8
-def _note_other_reading(recipe: Recipe, base: str, say) -> None:
+def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:
     "Say that a base made here was trained to be read in another way than this recipe reads it."
     saved = read_settings(base)
-    for name in ("attention", "pooling"):
-        if saved.get(name, getattr(recipe, name)) != getattr(recipe, name):
+    here = {"attention": recipe.attention, "pooling": recipe.pooling, "template": template}
+    for name, value in here.items():
+        if saved.get(name, value) != value:
             say(
                 f"note: the base was trained with {name} = {saved[name]!r}, and this recipe has "
-                f"{getattr(recipe, name)!r}; set {name} to keep it"
+                f"{value!r}; set {name} to keep it"
             )
 
 

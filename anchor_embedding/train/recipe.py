@@ -468,13 +468,14 @@ def kind_of(
 def extended(
     values: Mapping,  # settings of a stage, perhaps with `extends`
     load: Callable | None,  # name → recipe
+    shared: Mapping,  # settings of all stages; those that this stage does not have are left out
 ) -> dict:  # the settings without `extends`
-    """Settings with those of the recipe they extend filled in. Raises `InputError` unless that is a
-    recipe of one stage.
+    """Settings with the shared ones and those of the recipe they extend filled in; each of these
+    gives way to the one before. Raises `InputError` unless that is a recipe of one stage.
     """
-    if "extends" not in values:
-        return dict(values)
     own = {key: value for key, value in values.items() if key != "extends"}
+    if "extends" not in values:
+        return _fitting(shared, {**shared, **own}) | own
     if load is None:
         raise InputError("`extends` needs `load_recipe` to find the recipe; write all settings")
     parent = load(check_setting("extends", values["extends"], str))
@@ -482,18 +483,25 @@ def extended(
         raise InputError(
             f"`extends` = {values['extends']!r} is a pipeline: name a recipe of one stage"
         )
+    own = _fitting(shared, {**parent.to_dict(), **shared, **own}) | own
     inherited = parent.replace(**own).to_dict()
     del inherited["name"], inherited["description"]
     return inherited | own
 
 
+def _fitting(shared: Mapping, settings: Mapping) -> dict:
+    "Those of `shared` that a stage with these settings has."
+    return {key: value for key, value in shared.items() if takes(key, settings)}
+
+
 def recipe_from_dict(
     values: Mapping,  # as in a TOML file
     load: Callable | None = None,  # finds what `extends` names; None: it is refused
+    shared: Mapping | None = None,  # settings of all stages of a pipeline, see `extended`
 ) -> Recipe:
     "A recipe from the settings of a TOML file."
     extends = values.get("extends")
-    values = extended(values, load)
+    values = extended(values, load, shared or {})
     if "objective" not in values:
         for key in values:
             kind_of(key)

@@ -50,7 +50,6 @@ from .recipe import Recipe
 from .recipe_files import deviations
 from anchor_embedding.train.runs import (
     RunFolder,
-    prune_checkpoints,
     read_card,
     read_log,
     resume_line,
@@ -332,7 +331,8 @@ def check_processes(run: Training, evaluate: Callable | None = None) -> None:
         "have different weights in the same checkpoint": checkpoint and weights_digest(checkpoint),
     }
     for key, setting in _settings_with_files(run).items():
-        own[f"have different files or names under {setting!r}"] = run.card[key]
+        content = key.removesuffix("_digest").replace("_", " ")
+        own[f"have different files or names under {setting!r} ({content})"] = run.card[key]
     everyone = [None] * run.world
     torch.distributed.all_gather_object(everyone, own)
     for difference in own:
@@ -346,7 +346,8 @@ def check_processes(run: Training, evaluate: Callable | None = None) -> None:
 
 def _note_lost_lines(run: Training) -> None:
     "Say if the log lacks lines of the steps before the checkpoint."
-    kept = len(read_log(run.folder.path / "metrics.jsonl")) if run.main else run.first
+    lines = read_log(run.folder.path / "metrics.jsonl", growing=True) if run.main else []
+    kept = sum(line["step"] <= run.first for line in lines) if run.main else run.first
     if kept < run.first:
         run.say(
             f"{run.folder.path / 'metrics.jsonl'}: only {kept} of the {run.first} steps before are "
@@ -365,7 +366,6 @@ def prepare(
     recipe = run.recipe
     if run.main:
         run.folder.start(recipe, resume)
-        prune_checkpoints(run.folder, recipe.keep_checkpoints)
     run.accelerator.wait_for_everyone()
     run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
     if resume:
@@ -423,7 +423,7 @@ def course_of_rate(recipe: Recipe) -> str:
 
 
 def write_card(run: Training) -> str:
-    """Write card.json and return one line for the log. Raises `InputError` if the data, the base, the
+    """Begin the run's folder, write card.json, and return one line for the log. Raises `InputError` if the data, the base, the
     instructions or a teacher are not those that the run began with, or if its loss depends on
     the number of processes and that has changed.
     """
@@ -465,6 +465,8 @@ def write_card(run: Training) -> str:
         )
     packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
     pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
+    if run.main:
+        run.folder.begin(recipe)
     card = {
         "recipe": finite(recipe.to_dict()),
         **run.card,
@@ -516,6 +518,11 @@ def train(
     signal to stop.
     """
     run = open_run(recipe, out, examples, resume, say, heldout, evaluate)
+    if recipe.eval_every and evaluate is None:
+        run.say(
+            f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: give `evaluate`, or "
+            "name tasks with --eval-tasks or --tasks-dir"
+        )
     try:
         run.say(f"{recipe.name}: {write_card(run)}")
         return run_loop(run, evaluate, progress, on_step)
