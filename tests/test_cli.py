@@ -24,6 +24,7 @@ from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.corpus import Corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
+from anchor_embedding.embed.search import search_corpus
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.study.budget import contestants
 from anchor_embedding.train import recipe_files
@@ -86,6 +87,30 @@ def test_commands_that_pages_show_can_be_typed():
             _parser().parse_args(_spread(words))
         except SystemExit as left:
             assert left.code == 0, (name, words)  # --help, --version
+
+
+def test_questions_are_as_long_as_the_model_reads(base, pairs, tmp_path, capsys):
+    """Documents that were cut do not cut the questions, neither in the command nor in Python."""
+    model = tmp_path / "run" / "final"
+    train = ["train", "stage2", *settings(base, pairs, "instructions=none", "hard_negatives=0")]
+    assert main([*map(str, train), "--out", str(tmp_path / "run")]) == 0
+    texts = tmp_path / "texts.jsonl"
+    rows = [json.loads(line)["positive"] for line in pairs.read_text().splitlines()]
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    vectors = tmp_path / "vectors"
+    short = ["--max-length", "12", "--dtype", "float32"]
+    assert main(["encode", str(model), "--in", str(texts), "--out", str(vectors), *short]) == 0
+    question = " ".join(WORDS[:20])
+    capsys.readouterr()
+    words = ["search", str(model), str(vectors), question, "--json", "--dtype", "float32"]
+    assert main(words) == 0
+    hits = json.loads(capsys.readouterr().out)["hits"]
+    embedder = Embedder.from_pretrained(model, dtype="float32", device="cpu")
+    (found,) = search_corpus(embedder, Corpus(vectors), [question], top=len(hits))
+    assert [hit["id"] for hit in hits] == [hit.id for hit in found]
+    assert [hit["score"] for hit in hits] == pytest.approx([hit.score for hit in found], abs=1e-5)
+    mine = ["mine", "--corpus", vectors, "--model", model, "--data", pairs, "--dtype", "float32"]
+    assert "--max-length 12" in failure(capsys, *mine, "--out", tmp_path / "mined.jsonl")
 
 
 def test_help_is_quick_and_complete():

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -334,6 +335,37 @@ def test_the_card_says_which_side_takes_a_prompt(tmp_path, base, instructions, w
     assert words in (folder / "README.md").read_text("utf-8")
 
 
+def test_an_instruction_that_training_did_not_have_is_said(tmp_path, base):
+    """It reaches sentence-transformers only; without a record of training nothing is known."""
+    embedder = Embedder.from_pretrained(base, device="cpu")
+    for trained, asked, warned in (
+        (None, "Find", False),
+        ("none", "Find", True),
+        ("none", "", False),
+        ({"table": {"own": ["Find"]}, "symmetric": []}, "Find", False),
+        ({"table": {"own": ["Find"]}, "symmetric": []}, "Seek", True),
+    ):
+        embedder.instructions = trained
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            folder = tmp_path / f"{warned}-{asked}-{trained is None}"
+            export_embedder(embedder, folder, instructions={"query": asked})
+        said = [str(one.message) for one in seen if "not trained with" in str(one.message)]
+        assert bool(said) == warned, (trained, asked, said)
+
+
+def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):
+    entry = {"main_score": 0.4321, "metric": "ndcg_at_10", "split": "test"}
+    for length, said in ((512, True), (None, False)):
+        scores = {"model": "x", "about": {"max_length": length}, "tasks": {"NFCorpus": entry}}
+        (tmp_path / "scores.json").write_text(json.dumps(scores))
+        folder = export_embedder(
+            run, tmp_path / str(length), scores=tmp_path / "scores.json", base="owner/a-base"
+        )
+        text = (folder / "README.md").read_text("utf-8")
+        assert ("These scores are of texts of up to 512 tokens" in text) == said
+
+
 def test_card(tmp_path, run, base):
     found = {"main_score": 0.4321, "metric": "cosine_spearman", "split": "test"}
     scores = {"model": "x", "about": {"commit": "abc"}, "tasks": {"STS12": found}}
@@ -443,6 +475,7 @@ def test_push_an_adapter(tmp_path, monkeypatch):
 
 FROM_HUB = """
 import sys
+import warnings
 import numpy as np
 from sentence_transformers import SentenceTransformer
 from anchor_embedding.embed.embedder import Embedder

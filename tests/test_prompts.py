@@ -144,7 +144,7 @@ def test_a_model_is_asked_as_it_was_trained(runs, place, asked, tmp_path, capsys
     assert found == ASKED[name]
     first = capsys.readouterr().err.splitlines()[0]
     # a table of its own says nothing of most tasks
-    words = ", and with mteb's elsewhere" if name == "file" else ", as it was trained"
+    words = "where mteb has none" if name == "file" else ", as it was trained"
     assert first.startswith(f"== {name}: asked ") and first.endswith(words), first
     scores = json.loads((tmp_path / f"{name}-64-float32" / "scores.json").read_text())
     about = scores["about"]

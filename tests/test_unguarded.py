@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,19 @@ def test_what_is_asked_for_and_cannot_be_done_is_said(base, pairs, tmp_path):
     second = small(first, pairs, template="released", max_length=60)
     train(second, tmp_path / "two", say=said.append)
     assert any("trained with template = 'plain', and this recipe has 'released'" in s for s in said)
+
+
+def test_texts_that_are_cut_are_said(base, examples, pairs, tmp_path):
+    """A text of just `max_length` tokens is whole; an instruction counts too."""
+    tokenizer = prepare_tokenizer(small(base, pairs, max_length=200), str(base))
+    lengths = sorted(len(text) for text in tokenizer([e.query for e in examples]))
+    for length, share in ((lengths[-1], 0), (lengths[-1] - 1, 1)):
+        recipe = small(base, pairs, max_length=length)
+        data = make_data(recipe, prepare_tokenizer(recipe, str(base)), examples)
+        assert (data.cut()[0] > 0) == bool(share)
+    said = []
+    train(small(base, pairs, max_length=lengths[0] + 2), tmp_path / "run", say=said.append)
+    assert any(re.search(r"cuts \d+% of the queries and 100% of the positives", s) for s in said)
 
 
 def resume(recipe, folder, refused):

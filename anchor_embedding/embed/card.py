@@ -257,6 +257,11 @@ No run was found beside this model, so nothing is known about its training.
 {{ key }}: {{ value }}{{ "" if loop.last else "; " }}
 {%- endfor %}
 
+{% if conditions.max_length and conditions.max_length != max_length %}
+These scores are of texts of up to {{ conditions.max_length }} tokens; the model above cuts a text
+to {{ max_length }}.
+
+{% endif %}
 {% else %}
 No scores were given.
 {% endif %}

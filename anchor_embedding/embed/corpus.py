@@ -6,6 +6,7 @@
 __all__ = ['MANIFEST', 'KNOWN_SENTENCE', 'PIECE', 'CorpusSettings', 'encode_corpus', 'ManifestSettings', 'Manifest', 'Corpus']
 
 # %% ../../nbs/embed/60_corpus.ipynb #8f32bb56
+import copy
 import hashlib
 import json
 import os
@@ -462,22 +463,28 @@ class Corpus:
             yield self._places(number), self._read(number, [name])[name].to_pylist()
 
     def reading(self) -> dict:
-        "The settings with which the model read the documents, for `Embedder.from_pretrained`."
-        return {name: self.manifest["text"][name] for name in ("template", "max_length")}
+        """The settings with which the model read the documents, for `Embedder.from_pretrained`. The
+        length is not one of them: questions have the model's own.
+        """
+        return {"template": self.manifest["text"]["template"]}
 
     def check_reading(self, embedder: Embedder) -> None:
         "Raise `InputError` unless this model reads texts in the way the documents were read."
         for name, value in embedder.tokenizer.config().items():
             stored = self.manifest["text"].get(name)
             if stored != value:
+                length = f"read with --max-length {stored}, or "
                 raise InputError(
                     f"{self.folder} was encoded with {name} {stored!r}, but this model reads with "
-                    f"{value!r}: their vectors cannot be compared; encode the corpus again"
+                    f"{value!r}: their vectors cannot be compared; "
+                    f"{length if name == 'max_length' else ''}encode the corpus again"
                 )
 
     def check_model(self, embedder: Embedder) -> None:
         "Raise `InputError` unless this model made the vectors."
-        if not _same_model(self.manifest["known_vector"], _known_vector(embedder)):
+        reader = copy.copy(embedder)
+        reader.tokenizer = reader.tokenizer.with_length(self.manifest["text"]["max_length"])
+        if not _same_model(self.manifest["known_vector"], _known_vector(reader)):
             raise InputError(
                 f"{self.folder} was encoded by another model: its vectors and this model's cannot "
                 "be compared; name the model it was encoded with"

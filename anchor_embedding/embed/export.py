@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -351,6 +352,19 @@ def _write_files(folder: Path, files: dict[str, object]) -> None:
         (folder / path).write_text(content, encoding="utf-8")
 
 # %% ../../nbs/embed/40_export.ipynb #551a36e8
+def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> None:
+    "Warn of an instruction for queries that the model was not trained with."
+    if trained is None or asked is None:
+        return
+    known = {one for choices in Instructions.from_record(trained).table.values() for one in choices}
+    if asked not in (known or {""}):
+        warnings.warn(
+            f"the model was not trained with {asked!r}: sentence-transformers will put it in front "
+            "of queries, but `Embedder` and `anchor eval` go on to ask as in training",
+            stacklevel=3,
+        )
+
+
 def export_embedder(
     # an `Embedder`; or a run, a checkpoint, a model or adapter folder, a hub name
     model: Embedder | str | os.PathLike,
@@ -392,6 +406,7 @@ def export_embedder(
             known["source"] = weights
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
+    _note_new_instruction(embedder.instructions, instructions.get("query"))
     if "query" not in instructions:
         datasets = cards[-1].get("datasets", ()) if cards else ()
         instructions = default_instructions(embedder.instructions, datasets) | instructions

@@ -13,6 +13,7 @@ from functools import cache
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #f6783fbc
 from ..common.errors import InputError
+from ..embed.export import default_instructions
 from .tasks import mteb_task, read_table, training_tasks
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #4d8ff057
@@ -83,7 +84,7 @@ _DESCRIPTIONS = {
     "paper": "with the paper's instructions",
     "mteb": "with mteb's instructions",
     "as_released": "with the paper's instructions as the released code writes them",
-    "file": "with the instructions of its training where they name the task, and with mteb's elsewhere",
+    "file": "with the instructions of its training where they name the task, with mteb's elsewhere",
 }
 
 
@@ -97,6 +98,8 @@ class PromptStyle:
     # for "file": name or family of a task → its instruction, and whether documents get it too
     table: Mapping[str, tuple[str, bool]] | None = None
     generic: bool = False  # a task of your own without an instruction gets mteb's for its type
+    # of a task for which nothing else has one, and whether documents get it too
+    fallback: tuple[str, bool] | None = None
 
     @property
     def as_trained(self) -> bool | None:
@@ -119,8 +122,18 @@ class PromptStyle:
             if self.table and task in self.table:
                 instruction, both = self.table[task]
                 return instruction if both or side != "document" else None
-        if self.name == "none" or not gets_instruction(metadata, side):
+        if self.name == "none":
             return None
+        # a document of a task whose queries have an instruction has none, or its own
+        asked = self._of_task(metadata, "query" if side == "document" else side)
+        if asked:
+            own = gets_instruction(metadata, side)
+            return self._of_task(metadata, side) if own else None
+        instruction, both = self.fallback or (None, False)
+        return instruction if both or side == "query" else None
+
+    def _of_task(self, metadata, side: str | None) -> str | None:
+        "The paper's or mteb's instruction for a task."
         papers = None if self.name in ("mteb", "file") else paper_instruction(metadata.name)
         return papers or _mteb_instruction(metadata, side, self.generic)
 
@@ -146,7 +159,8 @@ class PromptStyle:
                 "training"
             )
         if self.name == "file":
-            return f"asked {_DESCRIPTIONS['file']}"
+            last = f"with {self.fallback[0]!r}" if self.fallback else "without one"
+            return f"asked {_DESCRIPTIONS['file']}, and {last} where mteb has none"
         trained = (
             ", as it was trained" if self.as_trained else "; nothing tells what it was trained with"
         )
@@ -168,6 +182,15 @@ def _by_task(trained: Mapping) -> dict[str, tuple[str, bool]]:
     return tasks | families | {name.lower(): row for name, row in rows.items()}
 
 
+def _fallback(trained: str | Mapping) -> tuple[str, bool] | None:
+    "What an exported model asks with by default, and whether documents get it too."
+    try:
+        chosen = default_instructions(trained)
+    except InputError:  # it was trained with several
+        return None
+    return (chosen["query"], "document" in chosen) if chosen["query"] else None
+
+
 def choose_style(
     prompts: str = "auto",  # one of `PROMPTS`
     trained: str | Mapping | None = None,  # the `instructions` saved with a model; None = nothing
@@ -177,12 +200,12 @@ def choose_style(
     if isinstance(trained, Mapping) and "table" in trained:
         if prompts != "auto":
             return PromptStyle(prompts, "file", generic=prompts == "mteb")
-        return PromptStyle("file", "file", _by_task(trained))
+        return PromptStyle("file", "file", _by_task(trained), fallback=_fallback(trained))
     if trained not in (None, "none", "paper", "as_released"):
         raise InputError(
             f"the model was saved with instructions = {trained!r}, which is not known here; save "
             "it again"
         )
-    if prompts == "auto":
-        return PromptStyle(trained or "mteb", trained)
-    return PromptStyle(prompts, trained, generic=prompts == "mteb")
+    name = (trained or "mteb") if prompts == "auto" else prompts
+    fallback = _fallback(trained) if trained and name == trained else None
+    return PromptStyle(name, trained, generic=prompts == "mteb", fallback=fallback)

@@ -314,27 +314,28 @@ def differences_in_words(scores) -> list[str]:
 
 def why_not_compared(groups) -> list[str]:
     """Why two of our models are not compared query by query: on other data or with other settings,
-    for which their means differ too, or with other seeds or queries.
+    for which their means differ too, or with other seeds or queries. A sentence for each reason.
     """
-    lines = []
+    pairs = {}  # reason → pairs of models
     for (than, others), (model, runs) in combinations(groups.items(), 2):
         first, second = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
         tasks = _queries_of_both(second, first)
-        pair = f"{model} and {than} are not compared query by query"
         if (first["tasks"].keys() & second["tasks"].keys()) and (
             why := _other_settings(first, second)
         ):
-            lines.append(f"{pair}: they were scored with {why}")
+            reason = f": they were scored with {why}"
         elif changed := other_data(second, first):
-            lines.append(f"{pair} on {', '.join(changed)}: the data are not the same")
+            reason = f" on {', '.join(changed)}: the data are not the same"
         elif tasks and (_repeated_seed(others) or _repeated_seed(runs)):
-            lines.append(
-                f"{pair}: two runs of one have the same seed, so it is not known which form a pair"
-            )
+            reason = ": two runs of one have the same seed, so it is not known which form a pair"
         elif tasks and not _pairs_of_runs(others, runs):
-            lines.append(
-                f"{pair}: they share no seed, and only runs with the same seed are compared"
-            )
+            reason = ": they share no seed, and only runs with the same seed are compared"
         elif other := sorted(set(tasks) - _tables(_pairs_of_runs(others, runs)).keys()):
-            lines.append(f"{pair} on {', '.join(other)}: the queries are not the same")
-    return lines
+            reason = f" on {', '.join(other)}: the queries are not the same"
+        else:
+            continue
+        pairs.setdefault(reason, []).append(f"{model} and {than}")
+    return [
+        f"{', '.join(these)} are not compared query by query{reason}"
+        for reason, these in pairs.items()
+    ]

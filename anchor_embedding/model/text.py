@@ -7,6 +7,7 @@ __all__ = ['PROMPT', 'OPENINGS', 'clean', 'check_prompt', 'format_instruction', 
            'TokenizedText', 'TextTokenizer', 'list_of_texts']
 
 # %% ../../nbs/model/10_text.ipynb #c0014a93
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -346,13 +347,24 @@ class TextTokenizer:
             )
         end = 0 if cut_eos else len(self.template.footer) + 1
         self.room = max_length - len(self.template.header) - end  # for instruction and body
-        if self.room < 1:
-            raise InputError(
-                f"max_length {max_length} leaves no room for a body: it must be at "
-                f"least {max_length - self.room + 1}"
-            )
+        self._check_room()
 
     eos_id = property(lambda self: self.template.eos_id)  # the id that ends every sequence
+
+    def with_length(self, max_length: int) -> "TextTokenizer":
+        "The same with another maximum length. Raises `InputError` if it leaves no room for a body."
+        other = copy.copy(self)
+        other.max_length = max_length
+        other.room = self.room + max_length - self.max_length
+        other._check_room()
+        return other
+
+    def _check_room(self) -> None:
+        if self.room < 1:
+            raise InputError(
+                f"max_length {self.max_length} leaves no room for a body: it must be at "
+                f"least {self.max_length - self.room + 1}"
+            )
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -154,6 +154,18 @@ class TrainingData:
     ) -> TokenBatch:
         "A batch of pairs to watch, not to train on, without hard negatives."
         return tokenize_batch(examples, self.tokenizer, self.instructions, places, hard_negatives=0)
+
+    def cut(self, number: int = 256) -> tuple[float, float]:
+        """The shares of queries and of positives that are longer than `max_length`, with their
+        instructions: of the pairs of the first batches, at least `number`.
+        """
+        limit = self.tokenizer.max_length
+        data = replace(self, tokenizer=self.tokenizer.with_length(limit + 1), hard_negatives=0)
+        steps = range(math.ceil(number / self.plan.batch_size))
+        batches = [data.batch(step, as_given=True) for step in steps]
+        queries = [len(text) > limit for batch in batches for text in batch.queries]
+        positives = [len(text) > limit for batch in batches for text in batch.positives]
+        return sum(queries) / len(queries), sum(positives) / len(positives)
 
     def unseen(self, steps: int, number: int) -> list[int]:
         """At most `number` rows that share no query and no positive with a batch of the first

@@ -355,6 +355,16 @@ def _note_lost_lines(run: Training) -> None:
         )
 
 
+def _note_cut_texts(run: Training) -> None:
+    "Say if many texts do not fit into `max_length`."
+    queries, positives = run.data.cut()
+    if max(queries, positives) >= 0.1:
+        run.say(
+            f"max_length = {run.recipe.max_length} cuts {queries:.0%} of the queries and "
+            f"{positives:.0%} of the positives; template, instruction and EOS count too"
+        )
+
+
 def prepare(
     run: Training,
     examples: Sequence[Example] | None,
@@ -384,6 +394,8 @@ def prepare(
     check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source, plan)
+    if run.main:
+        _note_cut_texts(run)
     run.batches = BatchesAhead(lambda step: run.data.batch(step, run.rank, run.world), recipe.steps)
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
