@@ -396,7 +396,7 @@ def test_a_loss_that_is_no_number_ends_the_run(base, examples, pairs, tmp_path, 
     real = run.objective
     run.objective = SimpleNamespace(step=lambda *given: real.step(*given) | {"loss": value})
     try:
-        with pytest.raises(InputError, match=rf"the loss is {value} at step 1; lower"):
+        with pytest.raises(InputError, match=rf"the loss is {value} at step 1: start again"):
             run.step(0)
     finally:
         run.close()
