@@ -434,10 +434,15 @@ def add_lora(
     ),
 ) -> CausalDecoder:
     """Add LoRA adapters and freeze everything else. Raises `InputError` if no module has such a
-    name, or it is the vocabulary's.
+    name, or it is the vocabulary's, and for a decoder that has adapters already.
     """
     from peft import LoraConfig, get_peft_model
 
+    if hasattr(decoder.model, "peft_config"):
+        raise InputError(
+            "the model already has an adapter, which a second one would replace; merge it first, "
+            "with merge_lora"
+        )
     targets = targets[0] if list(targets) == ["all-linear"] else list(targets)
     config = LoraConfig(
         r=rank,
