@@ -1866,6 +1866,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading._loaded': ( 'model/loading.html#_loaded',
                                                                                             'anchor_embedding/model/loading.py'),
+                                                'anchor_embedding.model.loading._multiplies': ( 'model/loading.html#_multiplies',
+                                                                                                'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading._numbers': ( 'model/loading.html#_numbers',
                                                                                              'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading._one_line': ( 'model/loading.html#_one_line',

@@ -416,8 +416,8 @@ def _refuse_other_makes(name, settings: dict) -> None:
 
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    # "float32" or "bfloat16" weights; "auto" = as stored, with products in bfloat16, where the
-    # hardware supports it, else float32; "stored" = as stored
+    # "float32" or "bfloat16" weights; "auto" = as stored (float16 as float32), with products in
+    # bfloat16, where the hardware supports it, else float32; "stored" = as stored
     dtype: str = "auto",
     device: str | torch.device | None = None,  # None = the accelerator if there is one
     # in place of the saved ones: template, max_length, eos_token, prompt, pooling, attention,

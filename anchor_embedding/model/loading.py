@@ -353,10 +353,11 @@ def _one_line(error: Exception) -> str:
 # %% ../../nbs/model/55_loading.ipynb #5195f407
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
-    # of the weights in memory; "auto" = as stored
+    # of the weights in memory; "auto" = as stored, or float32 if `compute_dtype` needs it
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
-    compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
+    # of matrix products; None = `dtype`; another one than `dtype` only bfloat16 with float32
+    compute_dtype: torch.dtype | None = None,
 ) -> CausalDecoder:
     """Load a causal LM with packed attention and probe it; if `name` is an adapter, load its base
     and merge it. Raises `InputError` for what cannot be loaded or used.
@@ -367,9 +368,24 @@ def load_decoder(
     on_cpu = torch.device(device).type == "cpu"
     # loaded directly onto its device
     model = load_causal_lm(name, dtype, **({} if on_cpu else {"device_map": str(device)}))
+    if dtype == "auto" and not _multiplies(model.dtype, compute_dtype):
+        model = model.float()
+    if not _multiplies(model.dtype, compute_dtype):
+        raise InputError(
+            f"weights in {model.dtype} have no matrix products in {compute_dtype}: load the "
+            "weights in the dtype of the products, or in float32 for products in bfloat16"
+        )
     if on_cpu:
         keep_freed_memory()
     return _prepare(model.to(device).eval(), compute_dtype)
+
+
+def _multiplies(weights: torch.dtype, compute_dtype: torch.dtype | None) -> bool:
+    "Whether `CausalDecoder.forward` multiplies such weights in `compute_dtype`."
+    return compute_dtype in (None, weights) or (weights, compute_dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
 
 
 def _prepare(model, compute_dtype) -> CausalDecoder:
