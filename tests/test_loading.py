@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
+from anchor_embedding.model.base import resolve_base
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +251,11 @@ def test_a_fault_of_the_disk_is_not_taken_for_a_model_without_settings(cached, m
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(OSError, match="no space left"):
         own_files("me/model")
+
+
+def test_a_cached_model_is_found_offline_without_the_files_that_nobody_read(cached, monkeypatch):
+    def incomplete(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("README.md is not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", incomplete)
+    assert resolve_base("me/model").path == "me/model"
