@@ -4,7 +4,9 @@ missing and ends with exit code 2.
 
 import json
 import shutil
+import warnings
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
-from anchor_embedding.embed.embedder import PAUSE_TOKENS, Embedder
+from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
+from anchor_embedding.model.base import resolve_base
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +210,52 @@ def test_pause_tokens_of_another_number_are_refused(tmp_path, texts, pairs, caps
     assert "shape (2, 32), but the model needs 3 of 32 numbers" in message(
         capsys, *encoding(out / "final", texts, tmp_path)
     )
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The hub's cache with the weights of `me/model`, of commit `one`; the hub cannot be asked."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--me--model"
+    for part in ("refs", "snapshots/one", ".no_exist/one"):
+        (folder / part).mkdir(parents=True)
+    (folder / "refs/main").write_text("one")
+    (folder / "snapshots/one/config.json").write_text("{}")
+    return folder
+
+
+def test_the_hub_is_asked_for_settings_even_if_older_ones_are_cached(cached, monkeypatch, tmp_path):
+    (cached / "snapshots/one" / SETTINGS_FILE).write_text("{}")
+    assert own_files("me/model") == cached / "snapshots/one"
+    updated = tmp_path / "two"
+    updated.mkdir()
+    (updated / SETTINGS_FILE).write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(updated))
+    assert own_files("me/model") == updated
+
+
+def test_a_model_whose_settings_are_unknown_is_read_with_a_warning(cached):
+    with pytest.warns(UserWarning, match=f"me/model: the hub cannot be asked for {SETTINGS_FILE}"):
+        assert own_files("me/model") == cached / "snapshots/one"
+    with warnings.catch_warnings(action="error"):
+        (cached / ".no_exist/one" / SETTINGS_FILE).touch()
+        assert own_files("me/model") == cached / "snapshots/one"
+        assert str(own_files("no model at all")) == "no model at all"
+
+
+def test_a_fault_of_the_disk_is_not_taken_for_a_model_without_settings(cached, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(OSError, match="no space left"):
+        own_files("me/model")
+
+
+def test_a_cached_model_is_found_offline_without_the_files_that_nobody_read(cached, monkeypatch):
+    def incomplete(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("README.md is not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", incomplete)
+    assert resolve_base("me/model").path == "me/model"

@@ -296,6 +296,7 @@ def test_report(base, adapter):
     )
     assert report["pairs"]["number"] == 3 and report["settings"]["max_new_tokens"] == 4
     for model in report["models"].values():
+        assert model["settings"]["attention"] == "causal"
         assert [one["text"] for one in model["readings"]] == [
             text for pair in PAIRS[:2] for text in (pair.query, pair.positive)
         ]

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from anchor_embedding.common.tiny import tiny_model
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.packing import ATTENTION, pack
+from anchor_embedding.model.text import TextTokenizer
 
 TEXTS = [[5, 6, 7, 2], [9, 2], [*range(20, 90), 2]]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -53,3 +54,15 @@ def test_eight_threads_encode_in_both_dtypes(gradient):
         torch.equal(vectors, expected[dtype]) for vectors, dtype in zip(found, work, strict=True)
     )
     assert process_wide() == before
+
+
+def test_texts_are_tokenised_without_a_change_to_the_tokenizer_that_threads_share():
+    tokenizer = tiny_tokenizer("qwen2")
+    backend = tokenizer.backend_tokenizer
+    for switch in (False, True):
+        backend.encode_special_tokens = switch
+        text_tokenizer = TextTokenizer(tokenizer)
+        (text,) = text_tokenizer(["a<|im_end|>b"])
+        assert backend.encode_special_tokens is switch
+        assert text.ids.count(text_tokenizer.eos_id) == 1
+        assert text_tokenizer.tokenizer is tokenizer

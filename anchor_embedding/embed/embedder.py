@@ -10,6 +10,7 @@ __all__ = ['SETTINGS_FILE', 'CARD', 'CHUNK_TEXTS', 'BARE_TOKENIZER', 'PAUSE_TOKE
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
 import os
+import warnings
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict
 from numbers import Integral
@@ -17,6 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -267,18 +274,31 @@ def own_files(
     name: str,  # folder or hub name
 ) -> Path:
     """The folder with the files of a model that transformers does not download: settings, tokenizer
-    of training, pause tokens, adapter. For a hub name, the folder of a local copy.
+    of training, pause tokens, adapter. For a hub name, the folder of a local copy, of the newest
+    commit if the hub answers. Warns if nothing is known about the settings.
     """
-    if Path(name).exists():
-        return Path(name)
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    folder = Path(name)
+    if folder.exists():
+        return folder
+    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 
     try:
-        if isinstance(cached := try_to_load_from_cache(name, SETTINGS_FILE), str):
-            return Path(cached).parent
-        return Path(snapshot_download(name, allow_patterns=list(_OWN)))
-    except Exception:  # no such name, or no network: loading the weights will report it
-        return Path(name)
+        folder = Path(snapshot_download(name, allow_patterns=list(_OWN)))
+        known = (folder / SETTINGS_FILE).exists() or try_to_load_from_cache(name, SETTINGS_FILE)
+        if not known:
+            hf_hub_download(name, SETTINGS_FILE)  # the cache records that there is no such file
+    except (HFValidationError, RepositoryNotFoundError):
+        pass  # loading the weights will report it
+    except LocalEntryNotFoundError:
+        warnings.warn(
+            f"{name}: the hub cannot be asked for {SETTINGS_FILE}, and its cache does not say "
+            "whether the model has one; if it has, its vectors are made with other settings than "
+            "it was trained with: load it once with the hub",
+            stacklevel=1,
+        )
+    except EntryNotFoundError:
+        pass  # a model without settings
+    return folder
 
 
 def read_tokenizer(
@@ -400,11 +420,10 @@ def load_pause_tokens(
     add_pause_tokens(decoder, steps, values=values)
 
 # %% ../../nbs/embed/10_embedder.ipynb #d5a51ada
-def _refuse_other_makes(name, settings: dict) -> None:
+def _refuse_other_makes(name, own: Path, settings: dict) -> None:
     """Raise `InputError` for a sentence-transformers model that was not made here, unless the
     caller says how its vectors are made.
     """
-    own = own_files(name)
     foreign = (own / "modules.json").exists() and not (own / SETTINGS_FILE).exists()
     if foreign and "pooling" not in settings:
         raise InputError(
@@ -416,8 +435,8 @@ def _refuse_other_makes(name, settings: dict) -> None:
 
 def load_embedder(
     name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    # "float32" or "bfloat16" weights; "auto" = as stored, with products in bfloat16, where the
-    # hardware supports it, else float32; "stored" = as stored
+    # "float32" or "bfloat16" weights; "auto" = as stored (float16 as float32), with products in
+    # bfloat16, where the hardware supports it, else float32; "stored" = as stored
     dtype: str = "auto",
     device: str | torch.device | None = None,  # None = the accelerator if there is one
     # in place of the saved ones: template, max_length, eos_token, prompt, pooling, attention,
@@ -431,7 +450,8 @@ def load_embedder(
     check_known(settings, _SETTINGS)
     device = choose_device() if device is None else find_device(device)
     path = resolve_base(str(name)).path
-    _refuse_other_makes(path, settings)
+    own = own_files(path)
+    _refuse_other_makes(path, own, settings)
     compute = None if dtype == "stored" else choose_dtype(dtype, device)[0]
     weights = (
         "auto" if dtype == "stored" or (dtype == "auto" and compute == torch.bfloat16) else compute
@@ -445,13 +465,12 @@ def load_embedder(
         "attention": "causal",
         "soft_tokens": None,
     }
-    saved = read_settings(path)
+    saved = read_settings(own)
     if settings.get("template", saved.get("template")) != saved.get("template"):
         saved.pop("eos_token", None)  # each template has its own
     settings = defaults | saved | settings
     text_settings = {key: settings.pop(key) for key in _TEXT}
     tokenizer = TextTokenizer(read_tokenizer(path), **text_settings)
-    own = own_files(path)
     path = own if (own / "adapter_config.json").exists() else path
     attention = settings.pop("attention")
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)

@@ -348,6 +348,7 @@ def _settings_of(embedder: Embedder) -> dict:
     decoder = embedder.decoder
     return embedder.tokenizer.config() | {
         "pooling": embedder.pooling,
+        "attention": decoder.attention,
         "decode_opening": embedder.decode_opening,
         "dtype": str(decoder.compute_dtype or decoder.head.weight.dtype),
     }

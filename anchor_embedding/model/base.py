@@ -150,22 +150,37 @@ def _from_wheel(say: Callable[[str], None]) -> Base:
     return Base(str(folder), source)
 
 # %% ../../nbs/model/80_base.ipynb #078d3a9b
-def _from_hub(say: Callable[[str], None]) -> Base | None:
-    "The original weights in the hub's own cache, or None if the hub does not answer."
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return None
+def _download_original() -> Path:
+    "The newest original weights, in the hub's own cache."
     from huggingface_hub import HfApi, snapshot_download
 
+    revision = HfApi().model_info(NAME, timeout=5).sha
+    patterns = ["*.json", "*.txt", "model.safetensors"]
+    return Path(snapshot_download(NAME, revision=revision, allow_patterns=patterns))
+
+
+def _cached_original() -> Path | None:
+    "The original weights in the hub's own cache; None if they are not all there."
+    from huggingface_hub import try_to_load_from_cache
+
+    parts = ("config.json", "tokenizer.json", "model.safetensors")
+    cached = [try_to_load_from_cache(NAME, part) for part in parts]
+    return Path(cached[0]).parent if all(isinstance(path, str) for path in cached) else None
+
+
+def _from_hub(say: Callable[[str], None]) -> Base | None:
+    """The original weights from the hub, or from its cache if it does not answer; None if they are
+    not there either.
+    """
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     try:
-        revision = HfApi().model_info(NAME, timeout=5).sha
-        path = snapshot_download(
-            NAME, revision=revision, allow_patterns=["*.json", "*.txt", "model.safetensors"]
-        )
-    # after any failure of the network, the wheel is the fallback
+        path = _cached_original() if offline else _download_original()
+    # after any failure of the network, the cache is the fallback, and then the wheel
     except Exception as error:
-        say(f"the model hub does not answer ({type(error).__name__}); using the wheel from PyPI")
-        return None
-    return Base(path, f"{NAME} from the Hugging Face hub, revision {revision[:12]}")
+        path = _cached_original()
+        instead = "its copy in the hub's cache" if path else "the wheel from PyPI"
+        say(f"the model hub does not answer ({type(error).__name__}); using {instead}")
+    return path and Base(str(path), f"{NAME} from the Hugging Face hub, revision {path.name[:12]}")
 
 # %% ../../nbs/model/80_base.ipynb #83fd65a3
 _OTHERS = (
@@ -195,17 +210,19 @@ def _near_name(name: str) -> str:
     return near_path(name) or (f"; did you mean `{written[near[0]]}`?" if near else "")
 
 
+_CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of an adapter
+
+
 def _check_hub(name: str) -> None:
     "Raise `InputError` if a model is not a folder, not in the hub's cache, and not on the hub."
-    from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     if Path(name).exists():
         return
     try:
-        if constants.HF_HUB_OFFLINE:
-            snapshot_download(name, local_files_only=True)
-        elif not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=5)
+        cached = [try_to_load_from_cache(name, file) for file in _CONFIGS]
+        if not any(isinstance(path, str) for path in cached):
+            HfApi().model_info(name, timeout=5)  # raises if HF_HUB_OFFLINE is set
     # an invalid name, a model that is not on the hub, no network: none of them can be loaded
     except Exception as error:
         offline = "the hub's cache has no such model (HF_HUB_OFFLINE is set)"
@@ -220,6 +237,8 @@ def _run_result(run: Path) -> str | None:
     """The result in a run folder; None if it is not a run folder. Raises `InputError` for a run
     that has not finished.
     """
+    if any((run / config).exists() for config in _CONFIGS):
+        return None  # a model, whatever else is in its folder
     if (run / "final").is_dir():
         return str(run / "final")
     if (run / "recipe.toml").exists():
@@ -234,10 +253,10 @@ def resolve_base(
     name: str,  # "SmolLM2-135M-Instruct" (with or without its owner), or any folder or hub name
     say: Callable[[str], None] = print,  # receives progress messages
 ) -> Base:
-    """Where to load a model from; fetches SmolLM2 if that is the name. Raises `InputError` for a
-    model that cannot be found.
+    """Where to load a model from; fetches SmolLM2 if that is the name, and no folder has it. Raises
+    `InputError` for a model that cannot be found.
     """
-    if name in (NAME, NAME.split("/")[1]):
+    if name in (NAME, NAME.split("/")[1]) and not Path(name).is_dir():
         return _from_hub(say) or _from_wheel(say)
     name = _run_result(Path(name)) or name
     _check_hub(name)

@@ -200,12 +200,9 @@ def _measure_scale(decoder: CausalDecoder, batch: PackedBatch) -> float:
     def record(module, args, kwargs):
         received["input"] = args[0] if args else kwargs["hidden_states"]
 
-    given = torch.randn(
-        batch.num_tokens,
-        decoder.hidden_size,
-        device=decoder.device,
-        dtype=decoder.head.weight.dtype,
-    )
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(batch.num_tokens, decoder.hidden_size, generator=generator)
+    given = given.to(decoder.device, decoder.head.weight.dtype)
     handle = backbone.layers[0].register_forward_pre_hook(record, with_kwargs=True)
     try:
         packed_forward(backbone, batch, given)

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,9 +24,11 @@ import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 
 from ..common.errors import InputError
 from ..common.files import read_json
+from ..common.settings import closest
 from .agreement import check_configuration, eager_outputs
 from .decoder import CausalDecoder, probe, probe_texts
 from anchor_embedding.model.fused import (
@@ -351,10 +353,11 @@ def _one_line(error: Exception) -> str:
 # %% ../../nbs/model/55_loading.ipynb #5195f407
 def load_decoder(
     name: str,  # folder, hub name, or folder of a LoRA adapter
-    # of the weights in memory; "auto" = as stored
+    # of the weights in memory; "auto" = as stored, or float32 if `compute_dtype` needs it
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
-    compute_dtype: torch.dtype | None = None,  # of matrix products; None = `dtype`
+    # of matrix products; None = `dtype`; another one than `dtype` only bfloat16 with float32
+    compute_dtype: torch.dtype | None = None,
 ) -> CausalDecoder:
     """Load a causal LM with packed attention and probe it; if `name` is an adapter, load its base
     and merge it. Raises `InputError` for what cannot be loaded or used.
@@ -365,9 +368,24 @@ def load_decoder(
     on_cpu = torch.device(device).type == "cpu"
     # loaded directly onto its device
     model = load_causal_lm(name, dtype, **({} if on_cpu else {"device_map": str(device)}))
+    if dtype == "auto" and not _multiplies(model.dtype, compute_dtype):
+        model = model.float()
+    if not _multiplies(model.dtype, compute_dtype):
+        raise InputError(
+            f"weights in {model.dtype} have no matrix products in {compute_dtype}: load the "
+            "weights in the dtype of the products, or in float32 for products in bfloat16"
+        )
     if on_cpu:
         keep_freed_memory()
     return _prepare(model.to(device).eval(), compute_dtype)
+
+
+def _multiplies(weights: torch.dtype, compute_dtype: torch.dtype | None) -> bool:
+    "Whether `CausalDecoder.forward` multiplies such weights in `compute_dtype`."
+    return compute_dtype in (None, weights) or (weights, compute_dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
 
 
 def _prepare(model, compute_dtype) -> CausalDecoder:
@@ -433,12 +451,22 @@ def add_lora(
         "down_proj",
     ),
 ) -> CausalDecoder:
-    """Add LoRA adapters and freeze everything else. Raises `InputError` if no module has such a
-    name, or it is the vocabulary's.
+    """Add LoRA adapters and freeze everything else. Raises `InputError`, before anything is changed,
+    for a name that no linear map has or that is the vocabulary's, and for a decoder that has
+    adapters already.
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = targets[0] if list(targets) == ["all-linear"] else list(targets)
+    if hasattr(decoder.model, "peft_config"):
+        raise InputError(
+            "the model already has an adapter, which a second one would replace; merge it first, "
+            "with merge_lora"
+        )
+    if list(targets) == ["all-linear"]:
+        targets = targets[0]
+    else:
+        _check_targets(decoder, targets)
+        targets = list(targets)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -452,22 +480,45 @@ def add_lora(
         raise InputError(
             f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}"
         ) from error
-    if adapted := _adapted_vocabulary(decoder):
-        raise InputError(
-            f"lora_targets {targets} put an adapter on {adapted}, which the losses would not see: "
-            'name maps of the layers only, or train everything with tuning = "full"'
-        )
     fuse_lora(decoder.model)
     return decoder
 
 # %% ../../nbs/model/55_loading.ipynb #e55691e5
+def _vocabulary(decoder: CausalDecoder) -> dict[nn.Module, str]:
+    "The modules of the vocabulary, and what they are in words."
+    return {
+        decoder.head: "the vocabulary head",
+        decoder.causal_lm.get_input_embeddings(): "the token embeddings",
+    }
+
+
+def _check_targets(decoder: CausalDecoder, targets: Sequence[str]) -> None:
+    "Raise `InputError` for a name that no linear map of a layer has; PEFT asks for one name only."
+    modules = dict(decoder.causal_lm.named_modules())
+    vocabulary = _vocabulary(decoder)
+    maps = {
+        name.rpartition(".")[2]
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and module not in vocabulary
+    }
+    for target in targets:
+        named = [module for name, module in modules.items() if f".{name}".endswith(f".{target}")]
+        if parts := [vocabulary[module] for module in named if module in vocabulary]:
+            raise InputError(
+                f"`lora_targets`: {target!r} would put an adapter on {parts[0]}, which the losses "
+                "would not see: name maps of the layers only, or train everything with "
+                'tuning = "full"'
+            )
+        if not named or not all(isinstance(module, nn.Linear) for module in named):
+            raise InputError(
+                f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(maps))}"
+            )
+
+
 def _adapted_vocabulary(decoder: CausalDecoder) -> str:
     "The parts of the vocabulary that have a LoRA adapter, in words; empty if none has."
-    parts = {
-        "the vocabulary head": decoder.head,
-        "the token embeddings": decoder.causal_lm.get_input_embeddings(),
-    }
-    return " and ".join(name for name, module in parts.items() if hasattr(module, "lora_A"))
+    parts = _vocabulary(decoder).items()
+    return " and ".join(name for module, name in parts if hasattr(module, "lora_A"))
 
 
 def halve_frozen(decoder: CausalDecoder) -> CausalDecoder:

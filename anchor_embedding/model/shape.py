@@ -68,9 +68,13 @@ def _linear_maps(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _norms(layer: nn.Module, width: int) -> int:
-    "The number of norms of this width in a layer."
+    "The number of norms of this width in a layer. Raises `InputError` if it has no such weights."
     norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
-    return sum(norm.weight.numel() == width for norm in norms)
+    weights = [getattr(norm, "weight", None) for norm in norms]
+    of_width = sum(weight is not None and weight.numel() == width for weight in weights)
+    if norms and not of_width:
+        raise InputError(f"no norm of its layers has {width} weights, one for each dimension")
+    return of_width
 
 
 def shape_of_model(model: nn.Module) -> ModelShape:

@@ -10,6 +10,7 @@ __all__ = ['MIX_LOGITS', 'STEP_POOLINGS', 'SoftTokens', 'vocabulary_mix', 'Prefi
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -294,9 +295,12 @@ def refine(
     number less than 1.
     """
     steps = tokens.steps if steps is None else steps
-    wanted = [steps] if isinstance(steps, int) else list(steps)
+    single = isinstance(steps, Integral)
+    numbers = [steps] if single else steps
+    # the settings of soft tokens take no numbers of numpy
+    wanted = [int(number) if isinstance(number, Integral) else number for number in numbers]
     for number in (min(wanted, default=0), max(wanted, default=0)):  # both are checked
         tokens = replace(tokens, steps=number)
     vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)
     vectors = torch.stack([vectors[:, number - 1] for number in wanted], dim=1)
-    return vectors[:, 0] if isinstance(steps, int) else vectors
+    return vectors[:, 0] if single else vectors

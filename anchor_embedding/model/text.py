@@ -10,6 +10,7 @@ __all__ = ['PROMPT', 'OPENINGS', 'clean', 'check_prompt', 'format_instruction', 
 import copy
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from ..common.errors import InputError
@@ -332,14 +333,18 @@ class TextTokenizer:
         cut_eos: bool = False,
     ):
         self.tokenizer = tokenizer
+        # the switch for special tokens in bodies is a state of the tokenizer, and other threads may
+        # use the caller's
+        self._own = deepcopy(tokenizer)
         self.max_length = max_length
         self.prompt = check_prompt(prompt)
         self.cut_eos = cut_eos
         self.template = (
             template
             if isinstance(template, Template)
-            else make_template(tokenizer, template, eos_token)
+            else make_template(self._own, template, eos_token)
         )
+        _encode_bodies(self._own, ["a"])  # from now on the switch is on
         if cut_eos and self.template.style != "released":
             raise InputError(
                 "cut_eos is a fault of template 'released'; template "
@@ -422,7 +427,7 @@ def _check_texts(texts, instruction):
 # %% ../../nbs/model/10_text.ipynb #efaa1634
 def _tokenize(text_tokenizer, texts, instructions):
     "One tokenizer call for all texts; bodies are cut on the right to the room that is left."
-    tokenizer = text_tokenizer.tokenizer
+    tokenizer = text_tokenizer._own
     template = text_tokenizer.template
     room = text_tokenizer.room
     offsets = any(instructions)

@@ -239,22 +239,17 @@ def loss_errors(decoder, trained, reference, backbone, batch) -> dict[str, float
     }
 
 # %% ../../nbs/study/80_architectures.ipynb #2540d37d
-LORA_TARGETS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    ("all-linear",),
-)
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def lora_errors(decoder: CausalDecoder, reference, batch: TokenBatch) -> dict:
     "Errors with LoRA, and the names of the linear maps that have adapters."
-    for targets in LORA_TARGETS:
-        try:
-            add_lora(decoder, 4, 8, 0.0, targets)
-            break
-        except InputError as error:
-            refusal = str(error)
-    else:
-        return {"lora": f"refused: {refusal}"}
+    present = {name.rpartition(".")[2] for name, _ in reference.named_modules()}
+    targets = tuple(name for name in LORA_TARGETS if name in present) or ("all-linear",)
+    try:
+        add_lora(decoder, 4, 8, 0.0, targets)
+    except InputError as error:
+        return {"lora": f"refused: {error}"}
     maps = "all-linear" if targets == ("all-linear",) else list(targets)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, lora_dropout=0.0, target_modules=maps, task_type="CAUSAL_LM"

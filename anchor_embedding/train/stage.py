@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
-           'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'check_lora_targets',
-           'began_with', 'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
+           'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
+           'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
@@ -44,7 +44,6 @@ from ..model.decoder import CausalDecoder, evaluating
 from ..model.loading import choose_device, choose_dtype, free_memory
 
 # %% ../../nbs/train/45_stage.ipynb #5ec97fa8
-from ..common.settings import closest
 from ..model.ranks import is_sharded, leave_group_at_exit, shard
 from .recipe import Recipe
 from .recipe_files import deviations
@@ -288,20 +287,6 @@ def first_yardstick(run: Training) -> dict[str, float]:
         return {}
 
 # %% ../../nbs/train/45_stage.ipynb #8aab21da
-def check_lora_targets(recipe: Recipe, decoder: CausalDecoder) -> None:
-    "Raise `InputError` for a name among `lora_targets` that no layer has."
-    adapted = {
-        name.rpartition(".")[2]
-        for name, module in decoder.named_modules()
-        if hasattr(module, "lora_A")
-    }
-    for target in recipe.lora_targets or ():
-        if target != "all-linear" and target.rpartition(".")[2] not in adapted:
-            raise InputError(
-                f"`lora_targets`: no layer has a map {target!r}; {closest(target, sorted(adapted))}"
-            )
-
-
 def began_with(run: Training) -> float:  # tokens; inf for a new run
     "The token budget with which a resumed run began."
     return _earlier_card(run).get("token_budget", math.inf)
@@ -391,7 +376,6 @@ def prepare(
     run.embedder = SharedEmbedder(embedder, run.accelerator)
     run.decoder = run.embedder.decoder
     run.objective = recipe.objective.prepared(run.embedder.tokenizer)
-    check_lora_targets(recipe, run.decoder)
     run.parameters = count_parameters(run.decoder)
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source, plan)
     if run.main:
