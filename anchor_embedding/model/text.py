@@ -10,7 +10,6 @@ __all__ = ['PROMPT', 'OPENINGS', 'clean', 'check_prompt', 'format_instruction', 
 import copy
 import re
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 
 from ..common.errors import InputError
@@ -335,7 +334,7 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         # the switch for special tokens in bodies is a state of the tokenizer, and other threads may
         # use the caller's
-        self._own = deepcopy(tokenizer)
+        self._own = copy.deepcopy(tokenizer)
         self.max_length = max_length
         self.prompt = check_prompt(prompt)
         self.cut_eos = cut_eos
