@@ -3234,6 +3234,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/train/pipeline.py'),
                                                  'anchor_embedding.train.pipeline._table': ( 'train/pipeline.html#_table',
                                                                                              'anchor_embedding/train/pipeline.py'),
+                                                 'anchor_embedding.train.pipeline.check_run_folders': ( 'train/pipeline.html#check_run_folders',
+                                                                                                        'anchor_embedding/train/pipeline.py'),
                                                  'anchor_embedding.train.pipeline.checked_pipeline': ( 'train/pipeline.html#checked_pipeline',
                                                                                                        'anchor_embedding/train/pipeline.py'),
                                                  'anchor_embedding.train.pipeline.from_toml': ( 'train/pipeline.html#from_toml',
