@@ -2621,6 +2621,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.HeldoutEvaluation.encode': ( 'study/arms.html#heldoutevaluation.encode',
                                                                                                        'anchor_embedding/study/arms.py'),
+                                             'anchor_embedding.study.arms._check_finished': ( 'study/arms.html#_check_finished',
+                                                                                              'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms._set_base': ( 'study/arms.html#_set_base',
                                                                                         'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms._values': ( 'study/arms.html#_values',
