@@ -186,9 +186,16 @@ def test_a_stage_goes_on_in_a_folder_that_was_moved(base, few_packages, tmp_path
     other = pipeline(base, "checkpoint_every=2", "stage2.learning_rate=1e-5").by_arm()["anchor"]
     with pytest.raises(InputError, match="learning_rate was "):
         run(Path("two"), other)
+    finished = pipeline(base, "checkpoint_every=2", "stage1.alpha=0.5").by_arm()["anchor"]
+    with pytest.raises(InputError, match=r"anchor-stage1/recipe\.toml: alpha was "):
+        run(Path("two"), finished)
     seen.clear()
     run(Path("two"))
     assert seen == [("anchor/stage2", 3), ("anchor/stage2", 4)]
+    with pytest.raises(InputError, match=r"anchor-stage2/recipe\.toml: learning_rate was "):
+        run(Path("two"), other)
+    run(tmp_path / "two", pipeline(base, "checkpoint_every=1").by_arm()["anchor"])
+    assert len(seen) == 2
 
 
 def write_pairs(path, start=0):

@@ -220,6 +220,17 @@ def test_contestants_of_one_name():
         contestants([load_recipe("smollm2-135m/gircse", ["name=bm25"])])
 
 
+def test_contestants_do_not_share_a_run_folder():
+    stage = QUICKSTART.stages["stage2"]
+    one, other = (
+        replace(QUICKSTART, stages={name: stage}, arms={arm: (name,)})
+        for arm, name in (("p", "x-y"), ("p-x", "y"))
+    )
+    assert [*contestants([one])] == ["p"]
+    with pytest.raises(InputError, match="two stages would share the run folder `p-x-y`"):
+        contestants([one, other])
+
+
 def test_differences_have_a_sign_and_one_run_no_verdict():
     (found,) = differences({"worse": [2] * 20, "better": [1] * 20})
     assert (found["first"], found["second"], found["verdict"]) == (

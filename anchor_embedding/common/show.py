@@ -9,6 +9,7 @@ __all__ = ['TEMPLATES', 'TABLE', 'CSS', 'CURVE', 'INK', 'cell_text', 'counted', 
 # %% ../../nbs/common/40_show.ipynb #55efda15
 import html
 import math
+import numbers
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,20 @@ from .progress import in_notebook
 
 # %% ../../nbs/common/40_show.ipynb #fa6f4a80
 def cell_text(value) -> str:
-    "A value as text for a table: numbers shortened, None and NaN as a dash, strings unchanged."
+    """A value as text for a table: None and NaN as a dash, strings unchanged, other numbers with
+    four digits or, from 1,000 to a billion, without decimals.
+    """
     if isinstance(value, str):
         return value
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
+    if isinstance(value, numbers.Integral):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None or (isinstance(value, numbers.Real) and math.isnan(value)):
+        return "–"
+    if isinstance(value, numbers.Real):
+        return f"{value:,.0f}" if 999.95 <= abs(value) < 1e9 else f"{value:.4g}"
+    return str(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -11,11 +11,25 @@ from collections.abc import Sequence
 import numpy as np
 
 # %% ../../nbs/embed/61_bm25.ipynb #d5dda9d8
+# Chinese characters, hiragana and katakana: written without spaces between the words
+_UNSPACED = (
+    r"\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    r"\uff66-\uff9f\U00020000-\U0003ffff"
+)
+_WORD = rf"[^\W{_UNSPACED}]{{2,}}|(?=[{_UNSPACED}])\w"
+
+
 def words(texts: Sequence[str]) -> list[list[str]]:
-    "The words of texts that BM25 counts."
+    "The words of texts that BM25 counts; every Chinese or Japanese character is one."
     import bm25s
 
-    return bm25s.tokenize(list(texts), stopwords="english", return_ids=False, show_progress=False)
+    return bm25s.tokenize(
+        list(texts),
+        token_pattern=_WORD,
+        stopwords="english",
+        return_ids=False,
+        show_progress=False,
+    )
 
 
 class Bm25:

@@ -317,11 +317,14 @@ class HeldoutRetrieval:
         scores: np.ndarray | None = None,  # (m,) of the documents; None = BM25
         k: int = 3,
     ) -> list[tuple[int, float]]:  # index and score of a document, best first
-        "The k best documents for a query."
+        "The k best documents for a query; by BM25 only those that share a word with it."
+        least = -np.inf
         if scores is None:
             scores = Bm25(words(self.documents)).scores([self.queries[query]])[0]
+            least = 0.0
         ignored = self.ignored[query]
         best = [j for j in top_hits(scores, k + len(ignored)) if j not in ignored]
+        best = [j for j in best if scores[j] > least]
         return [(int(j), float(scores[j])) for j in best[:k]]
 
     def example(

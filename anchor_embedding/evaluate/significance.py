@@ -394,6 +394,7 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
         return f"{value:+.{digits}f}"
 
     size = None if difference.detectable is None else f"{difference.detectable:.{digits}f}"
+    found = "" if size is None else f"; {size} would be found in four of five cases"
     if difference.seeds and difference.p is None:
         runs = "one run an arm" if difference.seeds == 1 else "only means are known"
         if not difference.queries:
@@ -408,8 +409,8 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
     over = f"{difference.queries:,} queries{clusters}"
     if not difference.seeds:
         return (
-            f"95 % interval over {over}: {number(difference.low)} to {number(difference.high)}; "
-            f"{size} would be found in four of five cases"
+            f"95 % interval over {over}: {number(difference.low)} to {number(difference.high)}"
+            f"{found}"
         )
     several = f", Holm's for {difference.comparisons}" if difference.comparisons > 1 else ""
     sided = f"{difference.alternative} p = {difference.p:.2g}{several}"
@@ -427,7 +428,7 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
                 f"they show; {enough} can",
             ]
         )
-    return "; ".join([*parts, f"{size} would be found in four of five cases"])
+    return "; ".join(parts) + found
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d2b49422
 def compare_runs(
@@ -489,12 +490,18 @@ def compare_with(
     clusters: Sequence | None = None,
     alternative: str = "two-sided",
 ) -> dict[str, Difference]:
-    "Compare several arms with one reference; p is corrected by Holm's method."
+    """Compare several arms with one reference; p is corrected by Holm's method, over the arms that
+    have one.
+    """
+    tested = [
+        name
+        for name, figures in arms.items()
+        if max(len(np.atleast_2d(runs)) for runs in (figures, reference)) > 1
+    ]
     differences = {
-        name: compare_runs(figures, reference, clusters, alternative, len(arms))
+        name: compare_runs(figures, reference, clusters, alternative, max(1, len(tested)))
         for name, figures in arms.items()
     }
-    tested = [name for name in differences if differences[name].p is not None]
     adjusted = dict(zip(tested, holm([differences[name].p for name in tested]), strict=True))
     return {name: replace(one, p=adjusted.get(name)) for name, one in differences.items()}
 

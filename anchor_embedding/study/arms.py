@@ -44,7 +44,7 @@ from anchor_embedding.study.duration import (
 from ..train.pipeline import Pipeline, from_toml
 from ..train.prepare import instructions_record
 from ..train.recipe import Recipe
-from ..train.runs import read_log
+from ..train.runs import check_changes, read_log
 from ..train.stage import train
 
 # %% ../../nbs/study/48_arms.ipynb #cecce245
@@ -56,6 +56,16 @@ def _set_base(begun: Path, base: str) -> None:
         recipe = from_toml(begun.read_text(encoding="utf-8"), str(begun))
         if recipe.base != base:
             write_text(begun, recipe.replace(base=base).to_toml())
+
+
+def _check_finished(folder: Path, recipe: Recipe) -> None:
+    """Raise `InputError` if a finished stage was trained with other settings on which its result
+    depends. Its base may have moved.
+    """
+    kept = folder / "recipe.toml"
+    if kept.exists():
+        base = from_toml(kept.read_text(encoding="utf-8"), str(kept)).base
+        check_changes(folder, recipe.replace(base=base))
 
 
 def run_arm(
@@ -70,10 +80,14 @@ def run_arm(
     on_step: Callable[[str, dict], None] | None = None,
 ) -> dict[str, Path]:  # stage → its run folder
     """Train the stages of an arm one after the other; what is finished is not done again, what has
-    a checkpoint goes on from it.
+    a checkpoint goes on from it. Raises `InputError` if any of it had other settings.
     """
     folders = {stage: out / "runs" / f"{arm.name}-{stage}" for stage in arm.stages}
-    if (out / arm.name).exists():
+    finished = (out / arm.name).exists()
+    for stage, folder in folders.items():
+        if finished or (folder / "final").exists():
+            _check_finished(folder, arm.stages[stage])
+    if finished:
         return folders
     for place, (stage, recipe) in enumerate(arm.stages.items()):
         folder = folders[stage]

@@ -92,6 +92,7 @@ class Contest:
     device: torch.device
     sides: dict[str, Callable[..., dict]]  # name → function (work, exact=False) → results
     settings: dict[str, dict]  # name → settings of the side
+    unit: str = "pairs"  # or "texts"
 
 
 def has_sentence_transformers() -> bool:
@@ -213,6 +214,7 @@ def encode(request: Request) -> Contest:
         device=request.device,
         sides=sides,
         settings=settings,
+        unit="texts",
     )
 
 # %% ../../nbs/study/70_bench.ipynb #c7f28cb3
@@ -310,7 +312,7 @@ def summary(
             "seconds": seconds,
             "fastest": own["seconds"].min(),
             "slowest": own["seconds"].max(),
-            "pairs_per_second": len(contest.work) / seconds,
+            f"{contest.unit}_per_second": len(contest.work) / seconds,
             "tokens_per_second": contest.tokens / seconds,
             "mfu": own["mfu"].median(),
             "memory_added": None if pd.isna(added) else int(added),
@@ -321,16 +323,20 @@ def summary(
     return figures
 
 # %% ../../nbs/study/70_bench.ipynb #6c052059
+_SPEEDS = ("pairs_per_second", "texts_per_second")
+
+
 def table(record: dict) -> pd.DataFrame:
     "The figures of a record, one row per side."
     rows = []
     for contest, entry in record["contests"].items():
         for side, figures in entry["sides"].items():
             added = figures["memory_added"]
+            (speed,) = (figures[key] for key in _SPEEDS if key in figures)
             row = {
                 "contest": contest,
                 "side": side,
-                "pairs/s": round(figures["pairs_per_second"], 2),
+                "pairs or texts/s": round(speed, 2),
                 "tokens/s": round(figures["tokens_per_second"]),
                 "MFU": f"{figures['mfu']:.0%}",
                 "added GB": "" if added is None else round(added / 1e9, 2),
@@ -400,7 +406,7 @@ def contest_record(contest: Contest, rounds: int, say: Callable[[str], None]) ->
     exact = check_exact(contest)
     rows = take_turns(contest, rounds, say)
     return {
-        "pairs": len(contest.work),
+        contest.unit: len(contest.work),
         "tokens": contest.tokens,
         "flops": contest.flops,
         "dtype": str(contest.dtype).removeprefix("torch."),

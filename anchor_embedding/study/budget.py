@@ -20,7 +20,7 @@ from ..evaluate.heldout import SplitPairs
 from .report import read_metrics
 from ..train.inputs import find_shape
 from ..train.overrides import override
-from ..train.pipeline import EvaluationPlan, Pipeline
+from ..train.pipeline import EvaluationPlan, Pipeline, check_run_folders
 from ..train.plan import plan
 from ..train.recipe import Recipe, RunSettings
 from ..train.recipe_files import load_recipe
@@ -52,8 +52,8 @@ def contestants(
     recipes: Iterable[Recipe | Pipeline | str],  # recipes, names of shipped ones, or TOML files
     overrides: Iterable[str] | Mapping = (),  # applied to each recipe, see `parse_overrides`
 ) -> dict[str, Pipeline]:  # name → pipeline of one arm
-    """All contestants; InputError for an unknown recipe, a name used twice, or recipes that are not
-    on an equal footing.
+    """All contestants; InputError for an unknown recipe, a name or a run folder used twice, or
+    recipes that are not on an equal footing.
     """
     entrants = {}
     overrides = overrides if isinstance(overrides, Mapping) else [*overrides]
@@ -75,6 +75,7 @@ def contestants(
                 )
     if not entrants:
         raise InputError("no contestants: name at least one recipe")
+    check_run_folders({name: entrant.stages for name, entrant in entrants.items()})
     check_equal_footing(entrants)
     return entrants
 

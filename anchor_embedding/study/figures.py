@@ -77,9 +77,12 @@ def style():
 
 def colour(
     arm: str,  # name of an arm, "base" or "bm25"
-    arms=(),  # all arms of the plot, so that those without a fixed colour get different ones
+    # all arms of the plot, so that up to seven without a fixed colour get different ones
+    arms=(),
 ) -> str:
-    "The colour of an arm: its fixed one, or one by its place among the other arms of the plot."
+    """The colour of an arm: its fixed one, or one by its place among the other arms of the plot. From
+    the eighth arm without a fixed colour on they repeat, with the line styles of `looks`.
+    """
     return COLOURS.get(arm) or looks([*arms, arm])[arm]["color"]
 
 

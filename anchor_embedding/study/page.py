@@ -250,7 +250,9 @@ PAGE = """<!doctype html>
 {{ "%.2f" % hit.score }}</span><br>{{ beginning(hit.text) }}</li>
 {% endfor %}
 </ol>
-{% if not hits | selectattr("correct") | list %}
+{% if not hits %}
+<p class="soft">No document shares a word with the query.</p>
+{% elif not hits | selectattr("correct") | list %}
 <p class="soft">The right document is not among the first {{ hits | length }}.</p>
 {% endif %}
 </div>

@@ -116,11 +116,15 @@ def early_scores(
 def mean_over_tasks(
     scores: dict[str, pd.DataFrame],  # see `early_scores`
     tasks: list[str],
-) -> pd.DataFrame:  # steps × arms, only steps at which every arm has every task
-    "The mean over tasks; InputError if no step has scores of all tasks."
+) -> pd.DataFrame:  # rows and columns as in `early_scores`, NaN for a run that an arm does not have
+    """The mean over tasks at the steps at which all runs of every arm have every task; InputError if
+    there is no such step.
+    """
     mean = pd.DataFrame()
     if tasks and scores.keys() >= set(tasks):
-        mean = (sum(scores[task] for task in tasks) / len(tasks)).dropna()
+        mean = sum(scores[task] for task in tasks) / len(tasks)
+        runs = mean.groupby(level="step").transform("count")  # of every arm, at the step of a row
+        mean = mean[(runs == runs.max().clip(lower=1)).all(axis=1)].dropna(how="all")
     if mean.empty:
         raise InputError(
             f"no step has scores of {', '.join(tasks)} for every arm; evaluate them "

@@ -213,11 +213,11 @@ def _early_stage(report):
         return []
     mean = table.mean()
     widest = (table.anchor - table.baseline).abs().idxmax()
-    far = table.loc[widest]
+    one, other = (f"{table.loc[widest, arm]:.3f}" for arm in curves)
+    gap = f" The gap is widest at step {widest}: {one} against {other}." if one != other else ""
     return [
         f"Early stage: over the evaluations at steps {table.index[0]} to {table.index[-1]}, the mean "
-        f"nDCG@10 is {mean.anchor:.3f} (anchor) and {mean.baseline:.3f} (baseline). The gap is widest "
-        f"at step {widest}: {far.anchor:.3f} against {far.baseline:.3f}."
+        f"nDCG@10 is {mean.anchor:.3f} (anchor) and {mean.baseline:.3f} (baseline).{gap}"
     ]
 
 
@@ -271,12 +271,14 @@ def _pretext_losses(report):
 
 
 def _anchor_use(report):
-    "Anchor gain and mean cosine of every stage that measured them."
+    """Anchor gain and mean cosine of every stage that measured them more than once: the first
+    measurement is before any training.
+    """
     lines = []
     stages = {
         key: measured
         for key, rows in pretext_rows(report).items()
-        if (measured := [row for row in rows if anchor_gains(row)])
+        if len(measured := [row for row in rows if anchor_gains(row)]) > 1
     }
     for key, measured in stages.items():
         which = f" of {key}" if len(stages) > 1 else ""
@@ -288,7 +290,7 @@ def _anchor_use(report):
             f"{_in_proportion(last, gains)}."
         )
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
-        if cosines:
+        if len(cosines) > 1:
             change = "the spread of the vectors hardly changed"
             if abs(cosines[-1] - cosines[0]) > 0.05:
                 closer = cosines[-1] > cosines[0]
