@@ -227,8 +227,13 @@ def plot_early_stage(
     metric: str = "ndcg_at_10",  # a key of METRICS
 ) -> Figure:
     """A metric of held-out retrieval over the steps of Stage II, with BM25 and the untouched model as
-    reference lines.
+    reference lines. Raises `InputError` if nothing was evaluated.
     """
+    if not any(report["arms"].values()):
+        raise InputError(
+            "no arm of this report has an evaluation yet: set `every` in [evaluation], or wait for "
+            "the first one"
+        )
     with style():
         figure, (axes,) = new_figure(height=3.0)
         labels = []
