@@ -419,9 +419,9 @@ def course_of_rate(recipe: Recipe) -> str:
 
 
 def write_card(run: Training) -> str:
-    """Begin the run's folder, write card.json, and return one line for the log. Raises `InputError` if the data, the base, the
-    instructions or a teacher are not those that the run began with, or if its loss depends on
-    the number of processes and that has changed.
+    """Begin the run's folder, write card.json, and return one line for the log. Raises `InputError`,
+    before anything is written, if the data, the base, the instructions or a teacher are not those
+    that the run began with, or if its loss depends on the number of processes and that has changed.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
