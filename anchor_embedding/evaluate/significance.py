@@ -399,6 +399,8 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
         runs = "one run an arm" if difference.seeds == 1 else "only means are known"
         if not difference.queries:
             return f"{runs}, and how many queries it rests on is not recorded"
+        if difference.difference == difference.detectable == 0:
+            return f"{runs}: the same score for each of {difference.queries:,} queries"
         reach = (
             f"what {difference.queries:,} queries alone can tell; the noise of seeds is not in it"
         )
