@@ -86,9 +86,11 @@ def test_report_has_what_it_promises(finished):
     assert {"anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"} <= report["losses"][
         "anchor/stage1"
     ][0].keys()
-    assert len(report["examples"]) == 5 and all(
-        len(h) == 3 for e in report["examples"] for h in e["hits"].values()
-    )
+    hits = [(name, own) for e in report["examples"] for name, own in e["hits"].items()]
+    assert len(report["examples"]) == 5 and {name for name, _ in hits} > {"bm25"}
+    # BM25 shows only what shares a word with the query
+    assert all(len(own) == 3 or (name == "bm25" and len(own) < 3) for name, own in hits)
+    assert all(hit["score"] > 0 for name, own in hits if name == "bm25" for hit in own)
 
 
 def test_arms_meet_the_same_batches_and_negatives(finished):
