@@ -14,13 +14,14 @@ import math
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Container
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from .errors import InputError
 
@@ -263,7 +264,7 @@ def file_stamp(
 @contextmanager
 def locked(
     path: Path,  # of the lock file; its folder is created
-    busy: str,  # what is said if another process has it
+    busy: str,  # what is said if another process has it; "{holder}" becomes its number and machine
     say: Callable[[str], None] | None = None,  # says it, and then waits; None: refuse
     remedy: str = "choose another place",  # for a folder that cannot be written
 ):
@@ -276,6 +277,7 @@ def locked(
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            busy = busy.replace("{holder}", path.read_text("utf-8") or "another process")
             if say is None:
                 raise InputError(busy) from None
             say(busy)
@@ -283,6 +285,9 @@ def locked(
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"cannot write {path.parent} ({reason}); {remedy}") from None
+    if not isinstance(lock, SoftFileLock):  # on file systems without locks, with its own content
+        with suppress(OSError):  # the name is only for messages
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
     try:
         yield
     finally:
