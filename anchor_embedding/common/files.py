@@ -285,7 +285,8 @@ def locked(
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"cannot write {path.parent} ({reason}); {remedy}") from None
-    if not isinstance(lock, SoftFileLock):  # on file systems without locks, with its own content
+    # a file system without locks has a soft one, with its own content
+    if "{holder}" in busy and not isinstance(lock, SoftFileLock):
         with suppress(OSError):  # the name is only for messages
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
     try:
