@@ -282,8 +282,8 @@ def _score(
     own_length = loaded.tokenizer.max_length
     if length and length != own_length:
         file.say(
-            f"{file.folder.name}: texts are read up to {length} tokens here, and up to {own_length} "
-            "where the model is used; --max-length 0 evaluates it as it is used"
+            f"{file.folder.name}: texts are read up to {length} tokens here, and up to "
+            f"{own_length} where the model is used; --max-length 0 evaluates it as it is used"
         )
     encoder = MtebEncoder(loaded, candidate.style, meta, store, max_length=length, **options)
     _run_tasks(encoder, waiting, candidate, file, made, progress)

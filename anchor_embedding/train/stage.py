@@ -516,8 +516,8 @@ def train(
     run = open_run(recipe, out, examples, resume, say, heldout, evaluate)
     if recipe.eval_every and evaluate is None:
         run.say(
-            f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: give `evaluate`, or "
-            "name tasks with --eval-tasks or --tasks-dir"
+            f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: give `evaluate`, "
+            "or name tasks with --eval-tasks or --tasks-dir"
         )
     try:
         run.say(f"{recipe.name}: {write_card(run)}")
