@@ -109,23 +109,23 @@ class Parser(argparse.ArgumentParser):
         for name in names:
             self.add_argument(name, **SHARED[name] | changes)
 
-    def option(self, name: str, metavar: str, about: str, default=None, kind=str, **more) -> None:
+    def option(self, name: str, metavar: str, text: str, default=None, kind=str, **more) -> None:
         "Add an option with a value; its default ends the help."
-        if default not in (None, "") and "(default" not in about:
-            about += " (default: %(default)s)"
-        self.add_argument(name, metavar=metavar, help=about, default=default, type=kind, **more)
+        if default not in (None, "") and "(default" not in text:
+            text += " (default: %(default)s)"
+        self.add_argument(name, metavar=metavar, help=text, default=default, type=kind, **more)
 
-    def number(self, name: str, about: str, default: int | None = None, metavar: str = "N") -> None:
+    def number(self, name: str, text: str, default: int | None = None, metavar: str = "N") -> None:
         "Add an option with a whole number."
-        self.option(name, metavar, about, default, int)
+        self.option(name, metavar, text, default, int)
 
-    def choice(self, name: str, choices: tuple, about: str, default: str | None = None) -> None:
+    def choice(self, name: str, choices: tuple, text: str, default: str | None = None) -> None:
         "Add an option with one of a few values."
-        self.option(name, None, about, default, choices=choices)
+        self.option(name, None, text, default, choices=choices)
 
-    def flag(self, name: str, about: str) -> None:
+    def flag(self, name: str, text: str) -> None:
         "Add an option without a value."
-        self.add_argument(name, action="store_true", help=about)
+        self.add_argument(name, action="store_true", help=text)
 
     def parse_known_args(self, args=None, namespace=None):
         self.arguments = sys.argv[1:] if args is None else args
@@ -168,10 +168,10 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 # %% ../../nbs/cli/10_arguments.ipynb #a10009
 def command(commands, function, example: str, name: str = "") -> Parser:
     "The parser of a command, with the name and the docstring of its function."
-    about = function.__doc__.splitlines()[0]
+    text = function.__doc__.splitlines()[0]
     name = name or function.__name__.removesuffix("_command").replace("_", "-")
     parser = commands.add_parser(
-        name, help=about, description=about, epilog=f"example: anchor {name} {example}"
+        name, help=text, description=text, epilog=f"example: anchor {name} {example}"
     )
     parser.set_defaults(run=function)
     return parser

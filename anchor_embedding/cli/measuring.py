@@ -197,7 +197,7 @@ def ceiling_command(args: argparse.Namespace) -> None:
     )
     print(measured)
     if args.out:
-        record = {"about": _about(args, embedder.decoder), **measured.to_dict()}
+        record = {"about": _provenance(args, embedder.decoder), **measured.to_dict()}
         write_json(args.out, record)
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70011
@@ -221,7 +221,7 @@ def _heldout_pairs(sources: list[str], number: int, seed: int) -> dict:  # datas
     return pairs
 
 
-def _about(args: argparse.Namespace, decoder) -> dict:
+def _provenance(args: argparse.Namespace, decoder) -> dict:
     "How a measurement was made, for its record."
     from anchor_embedding.common.provenance import device_name, source_commit
 

@@ -143,8 +143,8 @@ def _header_fault(header: "list[str] | BadRow", needed: Iterable[tuple[str, ...]
         f"`{first}`" + (f" (or {', '.join(others)})" if others else "")
         for first, *others in missing
     ]
-    found = ", ".join(repr(name[:30]) for name in header[:6])
-    return f"the first line names the columns {found}; it must name {' and '.join(columns)}"
+    names = ", ".join(repr(name[:30]) for name in header[:6])
+    return f"the first line names the columns {names}; it must name {' and '.join(columns)}"
 
 
 def csv_rows(

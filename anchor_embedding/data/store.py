@@ -241,17 +241,19 @@ class ExampleStore(_Columns, Sequence):
         folder: Path,  # with `rows.arrow` and `store.json`
         source: str,  # the path or name that the rows were read from
     ):
-        about = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        self._mapped = _MappedRows(folder / "rows.arrow", about["bytes"])
-        if _digest(folder / "rows.arrow") != about["digest"]:
+        description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self._mapped = _MappedRows(folder / "rows.arrow", description["bytes"])
+        if _digest(folder / "rows.arrow") != description["digest"]:
             raise ValueError(f"{folder / 'rows.arrow'} has changed since it was written")
         self.source = source
         self.folder = folder
-        self.fingerprint: str = about["fingerprint"]  # see `examples.fingerprint`
+        self.fingerprint: str = description["fingerprint"]  # see `examples.fingerprint`
         # in the order of their first rows
-        self.datasets: tuple[str, ...] = tuple(about["datasets"])
-        self.bad_rows: int = about["bad_rows"]  # number of rows left out
-        self.bad: tuple[str, ...] = tuple(about["bad"])  # messages about the first `LISTED` of them
+        self.datasets: tuple[str, ...] = tuple(description["datasets"])
+        self.bad_rows: int = description["bad_rows"]  # number of rows left out
+        self.bad: tuple[str, ...] = tuple(
+            description["bad"]
+        )  # messages about the first `LISTED` of them
 
     def __len__(self):
         return int(self._mapped.starts[-1])
@@ -366,9 +368,9 @@ def _make_store(folder, source, origin, parts, on_bad_row, progress):
     "Read all parts into the store `folder`."
     before = _stamps(parts)
     with counted_parts(parts, source, progress) as opened, atomic_folder(folder) as aside:
-        about = _write_store(parts, on_bad_row, aside, opened)
+        description = _write_store(parts, on_bad_row, aside, opened)
         (aside / "store.json").write_text(
-            json.dumps({"origin": origin, **about}, indent=1), encoding="utf-8"
+            json.dumps({"origin": origin, **description}, indent=1), encoding="utf-8"
         )
         if _stamps(parts) != before:
             raise InputError(

@@ -155,16 +155,16 @@ def _begin(folder: Path, manifest: dict, resume: bool) -> None:
 def _wait_for_first(folder: Path, manifest: dict, seconds: float = 600) -> None:
     "Return when the first process has written the manifest. Raises `InputError`."
     deadline = time.monotonic() + seconds
-    found = None
+    difference = None
     while time.monotonic() < deadline:
         if (folder / MANIFEST).exists():
-            found = _difference(_read_manifest(folder), manifest)
-            if not found:
+            difference = _difference(_read_manifest(folder), manifest)
+            if not difference:
                 return
         time.sleep(0.2)
     raise InputError(
         f"{folder}: the first process has not started within {seconds:.0f} s"
-        + (f"; the shards that are there do not fit: {found}" if found else "")
+        + (f"; the shards that are there do not fit: {difference}" if difference else "")
     )
 
 

@@ -228,8 +228,8 @@ class Pool:
 
     def same_text(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         "The same for documents with the text of the query."
-        places, found = _look_up(self.queries[0][start:stop], self.documents[0])
-        return np.flatnonzero(found), places[found]
+        places, present = _look_up(self.queries[0][start:stop], self.documents[0])
+        return np.flatnonzero(present), places[present]
 
 
 def _look_up(keys: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -358,7 +358,7 @@ def reading_report(
     models: dict[str, str | os.PathLike],  # name → folder, adapter folder or hub name
     pairs: Sequence[Example],  # held out from the training of all models; all count in the losses
     num_examples: int = 4,  # number of first pairs whose two texts are read
-    about: dict | None = None,  # provenance, added to the report
+    provenance: dict | None = None,  # commit, data and the like, added to the report
     predict_eos: bool = False,  # as in the recipe of Stage I
     decode_opening: str | None = None,  # see `opening_ids`; None = each model's own
     load: dict | None = None,  # settings for `load_embedder`: dtype, device, max_length, …
@@ -392,7 +392,7 @@ def reading_report(
         "versions": installed_versions("anchor_embedding", "python", "torch", "transformers"),
     }
     return {
-        "about": facts | (about or {}),
+        "about": facts | (provenance or {}),
         "pairs": {"number": len(pairs), "fingerprint": fingerprint(pairs)},
         "settings": settings | {"predict_eos": predict_eos},
         "counterparts": [

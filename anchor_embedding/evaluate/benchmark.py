@@ -248,17 +248,17 @@ def _score(
     options: dict,  # of `MtebEncoder`
 ) -> None:
     "Score a loaded model on the unfinished tasks, and describe the model in the file."
-    meta, about = describe_loaded(candidate, loaded, file.folder.name)
+    meta, facts = describe_loaded(candidate, loaded, file.folder.name)
     # of each score, as some can be from an earlier call
     made = {
-        "device": about.pop("device"),
+        "device": facts.pop("device"),
         "commit": source_commit(),
         "versions": installed_versions(*_PACKAGES.split()),
         "date": time.strftime("%Y-%m-%d"),
     }
     file.scores["about"] = {
         **candidate.identity,
-        **about,
+        **facts,
         # scores of earlier calls are in the same file
         "zero_shot_percent": meta.zero_shot_percentage([*{*file.scores["tasks"], *opened}]),
     }

@@ -141,25 +141,25 @@ def describe_loaded(
     style = candidate.style
     cards = [] if isinstance(model, Embedder) else find_cards(Path(model))
     training = trained_on(model) if cards else None
-    about = {"recipe": _without_folders(cards[-1]["recipe"])} if cards else {}
+    facts = {"recipe": _without_folders(cards[-1]["recipe"])} if cards else {}
     if cards:
-        about["lineage"] = _lineage(cards)
-    about["trained_on"] = None if training is None else sorted(training)
+        facts["lineage"] = _lineage(cards)
+    facts["trained_on"] = None if training is None else sorted(training)
     revision = candidate.identity["revision"]
     if style is None:
-        about["wording"] = "the model's own, through mteb's wrapper, as its length and dtype are"
-        about["device"] = device_name(loaded.model.device)
+        facts["wording"] = "the model's own, through mteb's wrapper, as its length and dtype are"
+        facts["device"] = device_name(loaded.model.device)
         update = {"name": f"sentence-transformers/{name}", "revision": revision}
-        return loaded.mteb_model_meta.model_copy(update=update), about
+        return loaded.mteb_model_meta.model_copy(update=update), facts
     length = candidate.identity["max_length"]
-    about["template"] = tokenizer_in_style(loaded.tokenizer, style, length).config()
-    about["pooling"] = loaded.pooling
+    facts["template"] = tokenizer_in_style(loaded.tokenizer, style, length).config()
+    facts["pooling"] = loaded.pooling
     if loaded.soft_tokens:
-        about["soft_tokens"] = repr(loaded.soft_tokens)
-    about["trained_with"] = style.trained_with
-    about["as_trained"] = style.as_trained
-    about["device"] = device_name(loaded.decoder.device)
+        facts["soft_tokens"] = repr(loaded.soft_tokens)
+    facts["trained_with"] = style.trained_with
+    facts["as_trained"] = style.as_trained
+    facts["device"] = device_name(loaded.decoder.device)
     base = cards[0]["recipe"]["base"] if cards and "base_folder" not in cards[0] else ""
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base)
     meta = model_meta(loaded, name, revision, training, base if on_hub else None, style, length)
-    return meta, about
+    return meta, facts

@@ -156,14 +156,14 @@ def _points(runs: list[dict]) -> pd.DataFrame:
 
 def _new_instructions(run: dict) -> str | None:
     "A sentence if a model was scored with other instructions than it was trained with, else None."
-    about = run.get("about", {})
-    recipe = (about.get("recipe") or {}).get("instructions")
+    facts = run.get("about", {})
+    recipe = (facts.get("recipe") or {}).get("instructions")
     named = recipe if recipe in ("none", "paper", "as_released") else None
-    trained = about.get("trained_with") or named
-    if not trained or about.get("prompts") in (None, trained):
+    trained = facts.get("trained_with") or named
+    if not trained or facts.get("prompts") in (None, trained):
         return None
     return (
-        f"Scored with prompts {about['prompts']} but trained with instructions {trained}, so the "
+        f"Scored with prompts {facts['prompts']} but trained with instructions {trained}, so the "
         f"instructions are new to the model: {run_label(run)}"
     )
 
@@ -251,20 +251,20 @@ def same_base(
     def of_base(model, base):
         return model.lower().removesuffix("-instruct") in base.lower()
 
-    found = [model for model in models if any(of_base(model, base) for base in bases)]
+    matching = [model for model in models if any(of_base(model, base) for base in bases)]
     others = [  # the result of an earlier stage does not say what that was trained from
         base
         for base in trained
         if not re.fullmatch(r"final|step-\d+", Path(base).name)
         and not any(of_base(model, base) for model in models)
     ]
-    if len(found) > 1 or (found and others):
+    if len(matching) > 1 or (matching and others):
         raise InputError(
             f"the scored models have several bases ({', '.join(sorted(bases))}); compare those of "
-            f"one base, or name the model to compare with: --paper {' or --paper '.join(found)}"
+            f"one base, or name the model to compare with: --paper {' or --paper '.join(matching)}"
         )
-    if found:
-        return found[0]
+    if matching:
+        return matching[0]
     raise InputError(
         f"the paper has no scores of {', '.join(sorted(bases))}; name the model to compare with: "
         f"--paper {' or --paper '.join(models)}"

@@ -336,9 +336,9 @@ class HeldoutRetrieval:
         shown = {
             name: [
                 {"text": self.documents[j], "score": score, "correct": j in self.relevant[query]}
-                for j, score in found
+                for j, score in ranked
             ]
-            for name, found in hits.items()
+            for name, ranked in hits.items()
         }
         positive = self.documents[self.relevant[query][0]]
         return {"query": self.queries[query], "positive": positive, "hits": shown}

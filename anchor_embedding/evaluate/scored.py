@@ -40,8 +40,8 @@ def _score_files(path) -> list[Path]:
         step = re.fullmatch(r"step-(\d+)(.*)", file.parent.name)
         # the folders of a sweep with other settings end in another suffix
         place = (file.parent.parent, step[2] if step else file.parent.name)
-        found = (int(step[1]) if step else 0, file)
-        last[place] = max(found, last.get(place, found))
+        reached = (int(step[1]) if step else 0, file)
+        last[place] = max(reached, last.get(place, reached))
     if not last:
         raise InputError(
             f"{path}: no scores.json in it; evaluate the model first (`anchor eval`), "
@@ -301,13 +301,13 @@ def signed(value: float) -> str:
 def differences_in_words(scores) -> list[str]:
     "The differences between our models, a sentence for every two of them."
     lines = {}
-    for model, than, task, found in compared_models(scores):
+    for model, than, task, test in compared_models(scores):
         level = "bootstrap over seeds and queries"
-        if found.seeds == 1:
+        if test.seeds == 1:
             level = "paired bootstrap over queries"
         lines.setdefault(f"{model} − {than}, 95 % by {level}", []).append(
-            f"{task} {signed(found.difference)} [{signed(found.low)}, {signed(found.high)}], "
-            f"{found.queries:,} queries: {found.words(model)} ({found.sure(2)})"
+            f"{task} {signed(test.difference)} [{signed(test.low)}, {signed(test.high)}], "
+            f"{test.queries:,} queries: {test.words(model)} ({test.sure(2)})"
         )
     return [f"{start}: {'; '.join(parts)}" for start, parts in lines.items()]
 

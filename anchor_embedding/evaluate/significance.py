@@ -394,7 +394,7 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
         return f"{value:+.{digits}f}"
 
     size = None if difference.detectable is None else f"{difference.detectable:.{digits}f}"
-    found = "" if size is None else f"; {size} would be found in four of five cases"
+    detectable = "" if size is None else f"; {size} would be found in four of five cases"
     if difference.seeds and difference.p is None:
         runs = "one run an arm" if difference.seeds == 1 else "only means are known"
         if not difference.queries:
@@ -412,7 +412,7 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
     if not difference.seeds:
         return (
             f"95 % interval over {over}: {number(difference.low)} to {number(difference.high)}"
-            f"{found}"
+            f"{detectable}"
         )
     several = f", Holm's for {difference.comparisons}" if difference.comparisons > 1 else ""
     sided = f"{difference.alternative} p = {difference.p:.2g}{several}"
@@ -430,7 +430,7 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
                 f"they show; {enough} can",
             ]
         )
-    return "; ".join(parts) + found
+    return "; ".join(parts) + detectable
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d2b49422
 def compare_runs(

@@ -333,12 +333,12 @@ def try_types(
         for model_type in model_types:
             rows.append(try_type(model_type))
             say(rows[-1])
-    about = installed_versions("transformers", "torch", "peft") | {
+    versions = installed_versions("transformers", "torch", "peft") | {
         "commit": source_commit(),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"cpu {platform.machine()}, float32",
     }
-    return {"about": about | {"bounds": BOUNDS}, "rows": rows}
+    return {"about": versions | {"bounds": BOUNDS}, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> None:

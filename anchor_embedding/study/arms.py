@@ -398,8 +398,8 @@ def comparison(
 # %% ../../nbs/study/48_arms.ipynb #a060b1eb
 def _values(cards: Sequence[dict], key: str) -> str:
     "Every value of a key of the cards, each once; of a key that each start has, in all starts."
-    found = [start.get(key, card[key]) for card in cards for start in card["starts"]]
-    return "; ".join(dict.fromkeys(found))
+    values = [start.get(key, card[key]) for card in cards for start in card["starts"]]
+    return "; ".join(dict.fromkeys(values))
 
 
 def report_card(

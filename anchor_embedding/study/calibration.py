@@ -132,7 +132,7 @@ def aa_check(
             for word in ("ahead", "behind", "level")
         }
 
-    about = {
+    conditions = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__,
         "commit": source_commit(),
@@ -144,7 +144,7 @@ def aa_check(
     }
     return {
         "name": "aa-check",
-        "about": about,
+        "about": conditions,
         "tournaments": tournaments,
         "seeds": seeds,
         "runs": [round(float(mean), 4) for mean in means],

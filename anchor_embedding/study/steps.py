@@ -139,7 +139,7 @@ def sweep_record(
     def mean_tokens(texts, instruction):
         return float(np.mean([len(tokens) for tokens in embedder.tokenizer(texts, instruction)]))
 
-    about = {
+    conditions = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__,
         "commit": source_commit(),
@@ -159,7 +159,7 @@ def sweep_record(
     counts = sorted({k for k in (0, 1, 2, 5, 10, 20) if k <= most} | {most})
     return {
         "name": "sweep-steps",
-        "about": about,
+        "about": conditions,
         "runs": [_run(card) for card in find_cards(Path(model))],
         "soft_tokens": asdict(embedder.soft_tokens),
         "timed": len(documents),

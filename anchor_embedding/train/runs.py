@@ -243,15 +243,15 @@ def _lines(path: Path, growing: bool) -> list[tuple[bytes, dict]]:
         return []
     except OSError as error:
         raise InputError(f"{path}: not a readable log ({error}); remove it") from None
-    found = []
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                found.append((line, _row(f"{path}:{number}", line.strip())))
+                rows.append((line, _row(f"{path}:{number}", line.strip())))
         except InputError:
             if not growing or line.endswith(b"\n"):
                 raise
-    return found
+    return rows
 
 
 def _row(place: str, line: bytes) -> dict:
