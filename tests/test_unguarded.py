@@ -668,7 +668,7 @@ def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monke
         card = dict.fromkeys(("watched_pairs", "base_digest", "base_files_digest", "instructions"))
         card |= of_card
         objective = SimpleNamespace(models=dict)
-        stage.check_processes(
+        stage.check_same_inputs(
             SimpleNamespace(
                 world=2,
                 first=2,

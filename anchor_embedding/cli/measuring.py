@@ -13,11 +13,11 @@ from pathlib import Path
 
 from anchor_embedding.cli.arguments import (
     command,
-    load_model,
+    load_named_model,
+    named_settings,
     note_if_busy,
     picture_format,
     say,
-    settings_of,
     user_path,
 )
 from ..common.errors import InputError
@@ -27,7 +27,7 @@ def tournament_command(args: argparse.Namespace) -> None:
     "Compare recipes on the same pairs, batches, budget and evaluation."
     from anchor_embedding.study.tournament import contestants, tournament
 
-    settings = settings_of(args)
+    settings = named_settings(args)
     contestants(args.recipes, settings)  # raises for a wrong recipe before any data are read
     note_if_busy()
     tasks = None
@@ -78,7 +78,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
         if place:
             check_place(place)
     picture = picture_format(args.plot)
-    embedder = load_model(args)
+    embedder = load_named_model(args)
     if embedder.soft_tokens is None:
         raise InputError(
             f"{args.model} has no soft tokens to sweep; train a model with the objective "
@@ -184,7 +184,7 @@ def ceiling_command(args: argparse.Namespace) -> None:
     if args.out:
         check_place(args.out)
     pairs = _heldout_pairs(args.data, args.pairs, args.seed)
-    embedder = load_model(args)
+    embedder = load_named_model(args)
     measured = measure_ceilings(
         embedder.decoder,
         embedder.tokenizer,

@@ -8,7 +8,7 @@ __all__ = ['read_command', 'export_command', 'add_commands']
 # %% ../../nbs/cli/50_models.ipynb #e50003
 import argparse
 
-from .arguments import command, load_model, say, user_path
+from .arguments import command, load_named_model, say, user_path
 
 # %% ../../nbs/cli/50_models.ipynb #e50004
 def read_command(args: argparse.Namespace) -> None:
@@ -16,7 +16,7 @@ def read_command(args: argparse.Namespace) -> None:
     from anchor_embedding.embed.reading import read_anchors
 
     readings = read_anchors(
-        load_model(args),
+        load_named_model(args),
         args.texts,
         args.instruction,
         samples=args.samples,

@@ -9,7 +9,7 @@ __all__ = ['recipes_command', 'plan_command', 'check_command', 'add_commands']
 import argparse
 import json
 
-from .arguments import command, picture_format, say, settings_of, user_path
+from .arguments import command, named_settings, picture_format, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/30_planning.ipynb #c30004
@@ -35,7 +35,7 @@ def plan_command(args: argparse.Namespace) -> None:
     from anchor_embedding.train.plan import Plan, plan
     from anchor_embedding.train.recipe_files import load_recipe
 
-    settings = settings_of(args)
+    settings = named_settings(args)
     recipe = load_recipe(args.recipe, settings, say)
     planned = plan(recipe, args.nproc, args.gpu or None, measure=True)
     if settings and isinstance(planned, Plan):

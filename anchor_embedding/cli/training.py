@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .arguments import command, note_if_busy, say, settings_of, user_path
+from .arguments import command, named_settings, note_if_busy, say, user_path
 from ..common.errors import InputError
 from ..common.files import near_path
 
@@ -48,7 +48,7 @@ def train_command(args: argparse.Namespace) -> None:
             "--nproc, --eval-tasks and --tasks-dir"
         )
     _find_run(args)
-    recipe = load_recipe(args.recipe, settings_of(args), say)
+    recipe = load_recipe(args.recipe, named_settings(args), say)
     note_if_busy()
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):

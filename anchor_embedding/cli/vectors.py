@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .arguments import command, load_model, say, user_path
+from .arguments import command, load_named_model, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40005
@@ -175,7 +175,7 @@ def _encode_here(args, settings, folder: Path) -> None:
         if (names := left_out(source)) and not int(os.environ.get("RANK", 0)):
             say(f"{source}: not read: {', '.join(names)}")
         encode_corpus(
-            load_model(args, **({"template": args.template} if args.template else {})),
+            load_named_model(args, **({"template": args.template} if args.template else {})),
             source,
             folder,
             settings,
@@ -327,7 +327,7 @@ def search_command(args: argparse.Namespace) -> None:
         raise InputError("the question is empty")
     corpus = Corpus(args.vectors)
     find = _finder(args, corpus)
-    embedder = load_model(args, **corpus.reading())
+    embedder = load_named_model(args, **corpus.reading())
     if args.instruction is None and embedder.instructions not in (None, "none"):
         say(
             "note: this model was trained with instructions in front of queries, and the question "

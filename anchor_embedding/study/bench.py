@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS', 'PACKAGES', 'Request', 'Contest', 'has_sentence_transformers', 'stage',
            'stage1', 'stage2', 'training_contest', 'textbook_encoder', 'their_encoder', 'encode', 'Disagreement',
-           'difference', 'check_same', 'check_exact', 'take_turns', 'summary', 'table', 'check_kind', 'conditions',
+           'difference', 'check_same', 'check_exact', 'take_turns', 'summarise', 'table', 'check_kind', 'conditions',
            'busy_warning', 'contest_record', 'bench']
 
 # %% ../../nbs/study/70_bench.ipynb #d68cfdfa
@@ -295,7 +295,7 @@ def take_turns(
     return rows
 
 # %% ../../nbs/study/70_bench.ipynb #aa0c9335
-def summary(
+def summarise(
     contest: Contest,
     rows: Sequence[dict],  # see `take_turns`
 ) -> dict[str, dict]:  # side → figures
@@ -411,7 +411,7 @@ def contest_record(contest: Contest, rounds: int, say: Callable[[str], None]) ->
         "flops": contest.flops,
         "dtype": str(contest.dtype).removeprefix("torch."),
         "exact": exact,
-        "sides": summary(contest, rows),
+        "sides": summarise(contest, rows),
         "rounds": rows,
     }
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRIM_EVERY', 'learning_rate', 'seed_step', 'make_optimizer', 'clip_gradients', 'check_finite', 'count_parameters',
-           'Training', 'update_weights', 'watched_batch', 'run_loop', 'finish']
+           'Training', 'update_weights', 'watched_batch', 'run_loop', 'finish_run']
 
 # %% ../../nbs/train/40_loop.ipynb #67bd46b3
 import json
@@ -264,7 +264,7 @@ def run_loop(
         progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar,
     ):
         _loop(run, evaluate, stop, bar, on_step)
-    return finish(run)
+    return finish_run(run)
 
 
 TRIM_EVERY = 10  # steps after which free memory that malloc keeps is returned to the system
@@ -291,7 +291,7 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         _check_stop(run, stop, done)
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
-def finish(run: Training) -> Path:
+def finish_run(run: Training) -> Path:
     "Add the totals to the card, and save the final model."
     final = run.folder.path / "final"
     if run.main:  # before the model: a run that has one is finished, and has its totals

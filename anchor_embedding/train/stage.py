@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
-           'check_processes', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
+           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
@@ -302,7 +302,7 @@ def _settings_with_files(run: Training) -> dict[str, str]:
     return settings | {f"{name}_digest": name for name in run.recipe.objective.models()}
 
 
-def check_processes(run: Training, evaluate: Callable | None = None) -> None:
+def check_same_inputs(run: Training, evaluate: Callable | None = None) -> None:
     "Raise `InputError` on every process unless all of them begin with the same."
     if run.world == 1:
         return
@@ -384,7 +384,7 @@ def prepare(
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
     run.card["watched_pairs"] = fingerprint(run.watched)
-    check_processes(run, evaluate)
+    check_same_inputs(run, evaluate)
     run.card["yardstick"] = first_yardstick(run) if run.main else {}
     run.model = wrap(recipe, run.decoder, run.accelerator)
     run.optimizer = make_optimizer(recipe, run.decoder, start)
