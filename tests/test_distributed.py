@@ -242,7 +242,7 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
             found[processes] = [json.loads(line, parse_constant=pytest.fail) for line in lines]
         for name in ("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"):
             one, two = ([line.get(name) for line in found[processes]] for processes in (1, 2))
-            assert one[0] and one[2] and one[1] is one[3] is None
+            assert one[0] and one[1] and one[3] and one[2] is None
             assert two == [value and pytest.approx(value, rel=1e-3, abs=1e-4) for value in one], (
                 name
             )

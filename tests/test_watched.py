@@ -58,11 +58,13 @@ def by_hand(stage, watched):
 def check(stage, folder, watched):
     lines, card = lines_and_card(folder)
     gain, ceiling = by_hand(stage, watched)
-    assert [line["step"] for line in lines if "mean_cosine" in line] == [1, 3]
+    assert [line["step"] for line in lines if "mean_cosine" in line] == [1, 2, 3]
     assert {name: lines[0][name] for name in gain} == pytest.approx(gain, rel=1e-4, abs=1e-5)
+    final, _ = by_hand(stage.replace(base=str(folder / "final")), watched)
+    assert {name: lines[-1][name] for name in final} == pytest.approx(final, rel=1e-4, abs=1e-5)
     assert card["yardstick"] == pytest.approx(ceiling, rel=1e-4, abs=1e-5)
     for name, nats in card["yardstick"].items():
-        for line in (lines[0], lines[2]):
+        for line in lines:
             share = line[f"anchor_gain_{name}"] / nats if nats > 0 else None
             assert line.get(f"share_of_ceiling_{name}") == (
                 share and pytest.approx(share, rel=1e-6)
@@ -174,7 +176,7 @@ def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):
     assert (
         card["watched"].startswith("the batch that is trained on next") and card["yardstick"] == {}
     )
-    assert [line["step"] for line in lines if "anchor_gain_q2d" in line] == [1, 3, 5]
+    assert [line["step"] for line in lines if "anchor_gain_q2d" in line] == [1, 2, 4, 5]
     assert not any("share_of_ceiling_q2d" in line for line in lines)
 
 

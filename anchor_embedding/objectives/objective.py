@@ -148,9 +148,12 @@ class Objective(Checked):
         "The models besides the base that its settings name, whose weights are part of the loss."
         return {}
 
-    def watches(self, step: int) -> bool:
-        "Whether `watch` is called before a step."
-        return False
+    @property
+    def watch_every(self) -> int:
+        """`watch` is called before the first step, after every `watch_every`-th and after the last;
+        0 = never.
+        """
+        return 0
 
     def yardstick(self, decoder, batch, tokenizer) -> dict[str, float]:
         "Reference values for the figures of `watch`, measured on the model before training."

@@ -240,9 +240,10 @@ class Anchored(Objective):
         "The parts in which the gain is measured; as a mean over tokens it allows unequal ones."
         return self.micro_batches(model, batch)
 
-    def watches(self, step: int) -> bool:
-        "True every `anchor_gain_every` steps."
-        return bool(self.anchor_gain_every) and step % self.anchor_gain_every == 0
+    @property
+    def watch_every(self) -> int:
+        "See `Objective.watch_every`."
+        return self.anchor_gain_every
 
     def yardstick(
         self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer

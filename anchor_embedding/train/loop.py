@@ -175,18 +175,16 @@ def watched_batch(run: Training, rank: int, world: int):
     return run.data.held_out_batch(run.watched, places)
 
 
-def _measure(run: Training, step: int) -> dict[str, float]:
-    """The figures that the objective watches besides its loss: for Stage I the anchor gain, and its
-    share of the ceiling.
+def _measure(run: Training, done: int) -> dict[str, float]:
+    """The figures that the objective watches besides its loss, after `done` steps: for Stage I the
+    anchor gain, and its share of the ceiling.
     """
-    if not run.objective.watches(step):
-        return {}
     if run.watched:
         batch = watched_batch(run, run.rank, run.world)
         places = range(run.rank, len(run.watched), run.world)
     else:
-        batch = run.data.batch(step, run.rank, run.world, as_given=True)
-        places = run.data.places(step, run.rank, run.world)
+        batch = run.data.batch(done, run.rank, run.world, as_given=True)
+        places = run.data.places(done, run.rank, run.world)
     run.decoder.eval()
     figures = run.objective.watch(
         run.decoder, batch, run.accelerator, places, run.card["yardstick"]
@@ -273,12 +271,17 @@ TRIM_EVERY = 10  # steps after which free memory that malloc keeps is returned t
 def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     "Take the remaining steps."
     recipe = run.recipe
+    every = run.objective.watch_every
     if not run.first and recipe.eval_every:
         _evaluate(run, 0, evaluate)
+    watched = _measure(run, 0) if every and not run.first else {}
     for step in range(run.first, recipe.steps):
         done = step + 1
-        watched = _measure(run, step)
-        line = run.step(step) | watched
+        line = run.step(step)
+        if not watched and _is_due(every, done, recipe.steps):
+            watched = _measure(run, done)
+        line |= watched  # in the first line: before the first step
+        watched = {}
         _log(run, done, line, bar)
         if done % TRIM_EVERY == 0 and run.accelerator.device.type == "cpu":
             return_freed_memory()

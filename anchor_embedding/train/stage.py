@@ -251,7 +251,7 @@ def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[li
     sample in which no two share a text, those of a dataset together. None if the run trains on all
     pairs.
     """
-    if not any(map(run.objective.watches, range(run.recipe.steps))):
+    if not run.objective.watch_every:
         return [], ""
     # at most a batch, so that measuring costs less than a step
     number = max(2, min(WATCHED, run.recipe.batch_size))
