@@ -8,7 +8,6 @@ __all__ = ['generate', 'top_tokens', 'Reading', 'Readings', 'read_vectors', 'rea
 
 # %% ../../nbs/embed/30_reading.ipynb #3e28967c
 import os
-import platform
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ import torch
 from markupsafe import Markup
 
 from ..common.errors import InputError
-from ..common.provenance import installed_versions
+from ..common.provenance import device_name, installed_versions
 from ..common.show import counted, facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint, without_shared_texts
@@ -388,7 +387,7 @@ def reading_report(
         say(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in losses.items()))
     facts = {
         "date": time.strftime("%Y-%m-%d"),
-        "device": f"{embedder.decoder.device.type} {platform.machine()}",
+        "device": device_name(embedder.decoder.device),
         "versions": installed_versions("anchor_embedding", "python", "torch", "transformers"),
     }
     return {
