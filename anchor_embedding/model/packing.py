@@ -305,7 +305,10 @@ def packed_attention(
         inputs = [x.to(value.dtype) for x in (query, key, value)]
         settings = scaling, sliding_window, dropout, causal, softcap, s_aux
         # computed again in the backward pass, so that float32 copies are not kept
-        out = checkpoint(attention_per_text, *inputs, lengths, *settings, use_reentrant=False)
+        out = checkpoint(
+            attention_per_text, *inputs, lengths, *settings,
+            use_reentrant=False, preserve_rng_state=bool(dropout),
+        )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None  # some models call `view` on it
     run = _flash_attention if kernel == "flash-attn" else _torch_varlen
     reach = sliding_window - 1 if sliding_window else -1
