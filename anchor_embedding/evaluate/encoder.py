@@ -190,7 +190,10 @@ def trained_on(
     """
     names = set()
     cards = find_cards(Path(model))
-    if cards and re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name):
+    if cards and (
+        "base_changed" in cards[0]
+        or re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name)
+    ):
         return None  # the run that it started from is gone
     for card in cards:
         datasets = card.get("datasets", card["recipe"]["data"])
