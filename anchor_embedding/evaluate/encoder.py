@@ -74,8 +74,9 @@ def style_of(
 ) -> PromptStyle:
     "The prompt style of a model, loaded or not. Raises `InputError`."
     if isinstance(model, Embedder):
-        return choose_style(prompts, model.instructions)
-    return choose_style(prompts, read_settings(model).get("instructions"))
+        return choose_style(prompts, model.instructions, model.datasets)
+    saved = read_settings(model)
+    return choose_style(prompts, saved.get("instructions"), saved.get("datasets", ()))
 
 
 def tokenizer_in_style(

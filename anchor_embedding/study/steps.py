@@ -32,6 +32,7 @@ def without_soft_tokens(embedder):
         "eos",
         decode_opening=embedder.decode_opening,
         instructions=embedder.instructions,
+        datasets=embedder.datasets,
     )
 
 
