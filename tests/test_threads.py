@@ -1,11 +1,12 @@
 """Encoding from several threads at once gives the vectors of one thread and changes no setting of
-the process.
+the process; a text tokenizer has a tokenizer of its own.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.model.decoder import CausalDecoder
@@ -65,4 +66,15 @@ def test_texts_are_tokenised_without_a_change_to_the_tokenizer_that_threads_shar
         (text,) = text_tokenizer(["a<|im_end|>b"])
         assert backend.encode_special_tokens is switch
         assert text.ids.count(text_tokenizer.eos_id) == 1
-        assert text_tokenizer.tokenizer is tokenizer
+
+
+def test_a_token_added_to_the_tokenizer_of_a_model_is_read_and_saved(tmp_path):
+    given = tiny_tokenizer("qwen2")
+    text_tokenizer = TextTokenizer(given)
+    before = len(given)
+    text_tokenizer.tokenizer.add_tokens(["CRISPR-Cas9"])
+    (text,) = text_tokenizer(["how does CRISPR-Cas9 work"])
+    assert before in text.ids and len(given) == before
+    text_tokenizer.tokenizer.save_pretrained(tmp_path)
+    saved = TextTokenizer(AutoTokenizer.from_pretrained(tmp_path), text_tokenizer.template)
+    assert saved([text.text])[0].ids == text.ids

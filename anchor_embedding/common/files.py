@@ -9,6 +9,7 @@ __all__ = ['disk_errors', 'sync', 'atomic_file', 'refuse_here', 'atomic_folder',
 # %% ../../nbs/common/10_files.ipynb #a6fdb85d
 import ctypes
 import difflib
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from collections.abc import Callable, Container
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from .errors import InputError
 
@@ -261,6 +262,9 @@ def file_stamp(
         ) from None
 
 # %% ../../nbs/common/10_files.ipynb #10ced002
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
 @contextmanager
 def locked(
     path: Path,  # of the lock file; its folder is created
@@ -268,25 +272,30 @@ def locked(
     say: Callable[[str], None] | None = None,  # says it, and then waits; None: refuse
     remedy: str = "choose another place",  # for a folder that cannot be written
 ):
-    """Context in which this process has a lock. Raises `InputError` if another one has it, or for
-    a folder that cannot be written.
+    """Context in which this process has a lock, if the file system has locks. Raises `InputError`
+    if another one has it, or for a folder that cannot be written.
     """
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # a soft one would survive a kill
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            busy = busy.replace("{holder}", path.read_text("utf-8") or "another process")
+            holder = ""
+            with suppress(OSError, ValueError):  # it may have ended just now
+                holder = path.read_text("utf-8")
+            message = busy.replace("{holder}", holder or "another process")
+            # a child of a killed process, or a server after a crash of its client, may keep a lock
+            message += f" (if it does not run any more, remove {path})"
             if say is None:
-                raise InputError(busy) from None
-            say(busy)
+                raise InputError(message) from None
+            say(message)
             lock.acquire()
     except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"cannot write {path.parent} ({reason}); {remedy}") from None
-    # a file system without locks has a soft one, with its own content
-    if "{holder}" in busy and not isinstance(lock, SoftFileLock):
+        if error.errno not in _NO_LOCKS:
+            reason = error.strerror or error
+            raise InputError(f"cannot write {path.parent} ({reason}); {remedy}") from None
+    if "{holder}" in busy:
         with suppress(OSError):  # the name is only for messages
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
     try:

@@ -79,7 +79,10 @@ def _with_card(*places: Path) -> Path | None:
     return next((place for place in places if (place / "card.json").is_file()), None)
 
 
-def weights_digest(folder: str | Path) -> str:
+def weights_digest(
+    folder: str | Path,
+    optimizer: bool = False,  # with the state of a checkpoint's optimizer
+) -> str:
     """A digest of the weights in a folder: of the name and size of each file, and of 64 parts of
     it, which are all of a file of up to 4 MB. Empty for the name of a model on the hub.
     """
@@ -87,7 +90,8 @@ def weights_digest(folder: str | Path) -> str:
         return ""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
-        if path.suffix in (".safetensors", ".bin"):
+        counts = optimizer or path.name != "optimizer.safetensors"
+        if path.suffix in (".safetensors", ".bin") and counts:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
@@ -107,7 +111,8 @@ def find_cards(
     folder: Path,  # of a model, a checkpoint or a run
 ) -> list[dict]:  # first stage first; empty for a model without a card
     """The cards of the runs that made a model; those before a base whose weights have changed since
-    are left out, with a warning. Raises `InputError` for a damaged card.
+    are left out, with a warning, and the first card then has `base_changed`. Raises `InputError`
+    for a damaged card.
     """
     run = _with_card(folder, folder.parent)
     cards = []
@@ -135,6 +140,7 @@ def find_cards(
                 "not known",
                 stacklevel=2,
             )
+            cards[0]["base_changed"] = True
             break
         run = model and _with_card(model, model.parent)
     if cards and folder.name.startswith("step-"):

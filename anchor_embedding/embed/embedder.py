@@ -96,6 +96,8 @@ class Embedder:
         decode_opening: str = "encode",
         # used in training: "none", "paper", "as_released" or a table; None = unknown
         instructions: str | dict | None = None,
+        # names of the training data, those that had an instruction; empty = unknown
+        datasets: Sequence[str] = (),
     ):
         _check_reading(decoder, tokenizer, pooling, soft_tokens)
         if decode_opening not in OPENINGS:
@@ -108,6 +110,7 @@ class Embedder:
         self.soft_tokens = soft_tokens
         self.decode_opening = decode_opening
         self.instructions = instructions
+        self.datasets = datasets
 
     @classmethod
     def from_pretrained(cls, name, dtype="auto", device=None, **settings) -> "Embedder":
@@ -360,17 +363,21 @@ def write_settings(embedder: Embedder, folder: Path) -> None:
         settings["soft_tokens"] = asdict(embedder.soft_tokens)
     if embedder.instructions is not None:
         settings["instructions"] = embedder.instructions
+    if embedder.datasets:
+        settings["datasets"] = [*embedder.datasets]
     settings["version"] = __version__
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
 
 # %% ../../nbs/embed/10_embedder.ipynb #18219da6
 _TEXT = ("template", "max_length", "eos_token", "prompt")  # settings of `TextTokenizer`
-_SETTINGS = (*_TEXT, "pooling", "attention", "soft_tokens", "decode_opening", "instructions")
+_TRAINING = ("instructions", "datasets")
+_SETTINGS = (*_TEXT, "pooling", "attention", "soft_tokens", "decode_opening", *_TRAINING)
 _KINDS = {  # in the file; the other settings are texts
     "max_length": int,
     "eos_token": str | None,
     "soft_tokens": SoftTokens,
     "instructions": str | dict | None,
+    "datasets": list,
 }
 
 
@@ -388,11 +395,12 @@ def read_settings(
         settings = {key: saved[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")}
         if "soft_tokens" in saved:
             settings["soft_tokens"] = SoftTokens(**saved["soft_tokens"])
-        if "instructions" in saved:
-            settings["instructions"] = saved["instructions"]
+        settings |= {key: saved[key] for key in _TRAINING if key in saved}
         for key, value in settings.items():
             if not isinstance(value, _KINDS.get(key, str)):
                 raise ValueError(f"{key} is {json.dumps(value)}")
+        if not all(isinstance(name, str) for name in settings.get("datasets", ())):
+            raise ValueError(f"datasets is {json.dumps(settings['datasets'])}")
         return settings
     except InputError:
         raise
@@ -440,7 +448,7 @@ def load_embedder(
     dtype: str = "auto",
     device: str | torch.device | None = None,  # None = the accelerator if there is one
     # in place of the saved ones: template, max_length, eos_token, prompt, pooling, attention,
-    # soft_tokens, decode_opening, instructions
+    # soft_tokens, decode_opening, instructions, datasets
     **settings,
 ) -> Embedder:
     """Load an embedder. A model without saved settings gets the defaults. Raises `InputError`, also

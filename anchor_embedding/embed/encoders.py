@@ -163,6 +163,8 @@ def _tensor_revision(embedder: Embedder) -> str:
         settings.append(embedder.decoder.attention)
     if isinstance(embedder.instructions, dict):  # they change the queries
         settings.append(embedder.instructions)
+    if embedder.datasets:  # they choose among the instructions
+        settings.append([*embedder.datasets])
     if adapters := _adapters(embedder.decoder):
         settings.append(adapters)
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)

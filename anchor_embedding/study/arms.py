@@ -336,7 +336,7 @@ def base_embedder(
 ) -> Embedder:
     "The untouched model that a recipe starts with."
     settings = {key: getattr(recipe, key) for key in LOOKS}
-    settings["instructions"] = instructions_record(recipe.instructions, datasets)
+    settings |= instructions_record(recipe.instructions, datasets)
     return Embedder.from_pretrained(base, **settings)
 
 

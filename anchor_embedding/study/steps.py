@@ -32,6 +32,7 @@ def without_soft_tokens(embedder):
         "eos",
         decode_opening=embedder.decode_opening,
         instructions=embedder.instructions,
+        datasets=embedder.datasets,
     )
 
 
@@ -100,14 +101,15 @@ def check_unseen(
     say: Callable[[str], None] = print,
 ) -> None:
     """Raise `InputError` if a stage of the model was trained on the datasets of the held-out pairs
-    without leaving out just these pairs. Says so if nothing is known of the model's training.
+    without leaving out just these pairs. Says so if not all is known of the model's training.
     """
     left_out = fingerprint(pairs.train)
     cards = find_cards(model)
-    if not cards:
+    if not cards or "base_changed" in cards[0]:
+        known = "no card says what it" if not cards else "no card says what its base"
         say(
-            f"{model}: no card says what it was trained on; if these pairs were among it, the "
-            "scores are of memory"
+            f"{model}: {known} was trained on; if these pairs were among it, the scores are of "
+            "memory"
         )
     others = [card for card in cards if card.get("fingerprint") != left_out]
     datasets = {pair.dataset for pair in pairs.heldout}

@@ -30,6 +30,7 @@ from anchor_embedding.train.recipe import (
     FOLDER,
     Recipe,
     Saved,
+    kind_of,
     owners,
     recipe_from_dict,
     show_html,
@@ -238,6 +239,7 @@ def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
         except InputError as e:
             raise InputError(f"stage `{name}`: {e}") from None
     for key in shared:
+        kind_of(key)
         if not any(takes(key, s.to_dict()) for s in stages.values()):
             raise InputError(
                 f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out"

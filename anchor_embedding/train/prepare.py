@@ -250,21 +250,21 @@ def load_examples(
 def instructions_record(
     name: str,
     datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
-) -> str | dict:
+) -> dict:  # `instructions` and `datasets` of an `Embedder`
     """A recipe's instructions as they are saved with the model: the name of shipped ones, or the
-    whole table of a file; "none" if no dataset has an instruction.
+    whole table of a file; "none" if no dataset has an instruction. And the datasets that have one.
     """
     instructions = Instructions.named(name)
-    if datasets is not None and not any(
-        any(instructions.for_example(dataset, 0)) for dataset in datasets
-    ):
-        return "none"
-    if name in SHIPPED:
-        return name
-    return {
-        "table": {dataset: list(choices) for dataset, choices in instructions.table.items()},
-        "symmetric": sorted(instructions.symmetric),
-    }
+    asked = sorted(one for one in datasets or () if any(instructions.for_example(one, 0)))
+    record = name
+    if datasets is not None and not asked:
+        record = "none"
+    elif name not in SHIPPED:
+        record = {
+            "table": {dataset: list(choices) for dataset, choices in instructions.table.items()},
+            "symmetric": sorted(instructions.symmetric),
+        }
+    return {"instructions": record, "datasets": asked}
 
 # %% ../../nbs/train/35_prepare.ipynb #6bf4443b
 def _training_tokenizer(recipe, tokenizer):
@@ -462,11 +462,9 @@ def prepare_embedder(
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
     _note_other_reading(recipe, tokenizer.template.style, base.path, say)
-    instructions = instructions_record(recipe.instructions, datasets)
-    card["instructions"] = instructions
-    return Embedder(
-        decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, instructions
-    ), card
+    asked = instructions_record(recipe.instructions, datasets)
+    card["instructions"] = asked["instructions"]
+    return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, **asked), card
 
 # %% ../../nbs/train/35_prepare.ipynb #c443dce8
 def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:

@@ -51,6 +51,7 @@ def _json_line(name: str, values: dict) -> str:
     return json.dumps(values) + "\n"
 
 # %% ../../nbs/train/30_runs.ipynb #5608c211
+_LOGS = ("metrics.jsonl", "evals.jsonl")
 _TEMPORARY = re.compile(
     r"\.(step-\d{6,}|final|recipe\.toml|card\.json|metrics\.jsonl|evals\.jsonl)\.(old\.)?\w+"
 )
@@ -84,7 +85,7 @@ class RunFolder:
         for path in list(self.path.iterdir()):
             if _TEMPORARY.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for name in ("metrics.jsonl", "evals.jsonl"):
+        for name in _LOGS:
             _cut_log(self.path / name, max(self.checkpoints(), default=-1))
         prune_checkpoints(self, recipe.keep_checkpoints)
 
@@ -127,7 +128,7 @@ class RunFolder:
 
     def sync_logs(self) -> None:
         "Return when the lines of the logs are on the disk."
-        for name in ("metrics.jsonl", "evals.jsonl"):
+        for name in _LOGS:
             if self.main and (self.path / name).exists():
                 with disk_errors(self.path / name):
                     sync(self.path / name)
@@ -149,7 +150,9 @@ class RunFolder:
 
 # %% ../../nbs/train/30_runs.ipynb #dcb925c7
 def check_folder(run: RunFolder, recipe: Recipe, resume: bool) -> None:
-    "Raise `InputError` if the folder contains another run, or none that can be resumed."
+    """Raise `InputError` if the folder contains another run, none that can be resumed, or a broken
+    log.
+    """
     begun = run.checkpoints() or any((run.path / n).exists() for n in ("metrics.jsonl", "final"))
     if begun and not resume:
         raise InputError(
@@ -162,6 +165,8 @@ def check_folder(run: RunFolder, recipe: Recipe, resume: bool) -> None:
             f"{run.path} holds a finished run without checkpoints, so there is "
             "nothing to resume; choose another --out"
         )
+    for name in _LOGS:  # a broken line is refused before anything is written
+        read_log(run.path / name, growing=True)
 
 # %% ../../nbs/train/30_runs.ipynb #22b8046b
 def prune_checkpoints(

@@ -313,7 +313,8 @@ def check_same_inputs(run: Training, evaluate: Callable | None = None) -> None:
         "read different pairs": run.data.source["fingerprint"],
         "were given different held-out pairs": run.card["watched_pairs"],
         "do not evaluate the same": evaluated,
-        "have different weights in the same checkpoint": checkpoint and weights_digest(checkpoint),
+        "have different weights in the same checkpoint": checkpoint
+        and weights_digest(checkpoint, optimizer=True),
     }
     for key, setting in _settings_with_files(run).items():
         content = key.removesuffix("_digest").replace("_", " ")
