@@ -432,17 +432,16 @@ def export_embedder(
         if weights != known.get("name") and not Path(weights).exists():
             known["source"] = weights
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
+    normalize = normalize or _normalizes(source)
     own_prompts = source is not None and instructions is None
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
     if "query" not in instructions:
         datasets = cards[-1].get("datasets", ()) if cards else ()
         instructions = default_instructions(embedder.instructions, datasets) | instructions
-    normalize = normalize or _normalizes(source)
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     if own_prompts:
-        new_prompts = files["config_sentence_transformers.json"]["prompts"]
-        _note_other_prompts(source, new_prompts)
+        _note_other_prompts(source, files["config_sentence_transformers.json"]["prompts"])
     card = model_card(
         embedder,
         push or folder.name,
