@@ -2,6 +2,7 @@
 2.
 """
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from notebook_checks import ROOT, find_notebooks
@@ -964,6 +966,41 @@ def test_standard_input_is_not_a_table(base, tmp_path):
         done = command(*words, input=text)
         assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "vectors").exists()
+
+
+def test_lines_on_standard_input_that_follow_blank_ones_are_read_as_in_a_file(
+    base, tmp_path, monkeypatch
+):
+    for name, lines in (("jsonl", ['{"text": "a b"}', '{"text": "c d"}']), ("txt", ["a b"])):
+        content = ("\n" + "\n".join(lines) + "\n").encode()
+        (tmp_path / f"corpus.{name}").write_bytes(content)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        texts = {}
+        for source in ("-", str(tmp_path / f"corpus.{name}")):
+            out = tmp_path / f"{name}-{len(texts)}"
+            assert main(["encode", str(base), "--in", source, "--out", str(out)]) == 0
+            (shard,) = out.glob("shard-*.parquet")
+            texts[source] = pd.read_parquet(shard)["text"].tolist()
+        piped, named = texts.values()
+        assert piped == named and piped[-1] == ("c d" if name == "jsonl" else "a b")
+
+
+def test_a_process_encodes_alone_unless_it_is_told_which_of_several_it_is(
+    base, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    words = ["encode", str(base), "--in", str(tmp_path / "texts.txt"), "--out"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    for more in ([], ["--nproc", "1"]):
+        out = tmp_path / f"alone{len(more)}.npy"
+        assert main([*words, str(out), *more]) == 0
+        assert len(np.load(out)) == 2 and "2 vectors" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "not a .npy file" in failure(capsys, *words, tmp_path / "some.npy")
+    monkeypatch.delenv("RANK")
+    assert "RANK is not set" in failure(capsys, *words, tmp_path / "some")
+    assert not (tmp_path / "some").exists()
 
 
 def test_output_that_cannot_be_written_is_no_bug(tmp_path):

@@ -31,6 +31,8 @@ from anchor_embedding.embed.export import (
     push_to_hub,
     template_tokenizer,
 )
+from anchor_embedding.evaluate.candidate import _lineage
+from anchor_embedding.evaluate.encoder import trained_on
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.text import TextTokenizer
@@ -408,6 +410,40 @@ def test_card(tmp_path, run, base):
     assert prompts == {"query": "", "document": ""}  # it was trained without instructions
     for block in card.text.split("```python")[1:]:
         compile(block.split("```")[0], "card", "exec")
+
+
+def test_an_exported_model_is_known_like_its_run(tmp_path, run, base):
+    """Compared, scored and exported again like the run, without a path of this machine."""
+    folder = export_embedder(run / "step-000002", tmp_path / "exported", base="owner/a-base")
+    again = export_embedder(folder, tmp_path / "again")
+    expected = find_cards(run / "step-000002")
+    for model in (folder, again):
+        cards = find_cards(model)
+        assert _lineage(cards) == _lineage(expected)
+        assert _lineage(cards) != _lineage(find_cards(run / "final"))
+        assert [card["datasets"] for card in cards] == [card["datasets"] for card in expected]
+        assert trained_on(model) == trained_on(run / "step-000002")
+        page = ModelCard.load(model / "README.md")
+        assert (page.data["base_model"], page.data["license"]) == ("owner/a-base", "mit")
+        assert "reconstruction" in page.text and "contrastive" in page.text
+        for path in model.rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert str(run.parent).encode() not in content, path
+            assert str(base.parent).encode() not in content, path
+
+
+def test_an_export_of_an_export_keeps_its_length_and_names_what_it_does_not(tmp_path, base):
+    first = export_embedder(
+        base, tmp_path / "first", instructions={"query": "Seek"}, normalize=True
+    )
+    with pytest.warns(UserWarning, match=r"was exported with the prompts .*Seek.*--instruction"):
+        second = export_embedder(first, tmp_path / "second")
+    names = [module["path"] for module in json.loads((second / "modules.json").read_text())]
+    assert names[-1] == "2_Normalize"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_embedder(second, tmp_path / "third")
+        export_embedder(first, tmp_path / "fourth", instructions={"query": "Seek"})
 
 
 def test_checkpoint_of_a_run(tmp_path, run, texts):

@@ -148,16 +148,16 @@ def encode_command(args: argparse.Namespace) -> None:
     shards = args.out.with_name(f".{args.out.name}.shards") if matrix else args.out
     if matrix and args.out.exists():
         raise InputError(f"{args.out} already exists; name another file, or remove it")
-    is_worker = "WORLD_SIZE" in os.environ
-    if matrix and is_worker:
+    rank, world = _rank_and_world()
+    if matrix and world > 1:
         raise InputError(
             f"--out {args.out}: several processes write a folder of shards, not a .npy file"
         )
-    if args.nproc is not None:
+    if args.nproc not in (None, 1):
         _encode_on_many(args, shards)
     else:
-        _encode_here(args, settings, shards)
-    if is_worker:
+        _encode_here(args, settings, shards, rank, world)
+    if world > 1:
         return
     corpus = Corpus(shards)
     if matrix:
@@ -166,13 +166,26 @@ def encode_command(args: argparse.Namespace) -> None:
     say(f"{len(corpus):,} vectors of {corpus.dimension} dimensions: {args.out}")
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40009
-def _encode_here(args, settings, folder: Path) -> None:
+def _rank_and_world() -> tuple[int, int]:
+    """The number of this process and how many there are, from the variables that torchrun sets.
+    Raises `InputError` if they do not say which of several processes this is.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and "RANK" not in os.environ:
+        raise InputError(
+            f"WORLD_SIZE is {world} and RANK is not set: unset WORLD_SIZE, or start every process "
+            "with its RANK"
+        )
+    return (int(os.environ["RANK"]), world) if world > 1 else (0, 1)
+
+
+def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
     "Encode in this process, which may be one of several."
     from anchor_embedding.data.documents import left_out
     from anchor_embedding.embed.corpus import encode_corpus
 
     with _source(args.texts) as source:
-        if (names := left_out(source)) and not int(os.environ.get("RANK", 0)):
+        if (names := left_out(source)) and rank == 0:
             say(f"{source}: not read: {', '.join(names)}")
         encode_corpus(
             load_named_model(args, **({"template": args.template} if args.template else {})),
@@ -181,8 +194,8 @@ def _encode_here(args, settings, folder: Path) -> None:
             settings,
             resume=args.resume,
             batch_tokens=args.batch_tokens,
-            rank=int(os.environ.get("RANK", 0)),
-            world=int(os.environ.get("WORLD_SIZE", 1)),
+            rank=rank,
+            world=world,
         )
 
 
@@ -193,8 +206,12 @@ def _source(texts: str):
         yield Path(texts)
         return
     with tempfile.TemporaryDirectory(prefix="anchor-") as folder:
+        blank = b""  # JSONL may begin with blank lines, and in a text file they are texts
         first = sys.stdin.buffer.readline()
-        if not first:
+        while first and not first.removeprefix(b"\xef\xbb\xbf").strip():
+            blank += first
+            first = sys.stdin.buffer.readline()
+        if not blank + first:
             raise InputError("--in -: there is nothing on standard input; send texts to it")
         names = first.decode("utf-8", "replace").strip().split(",")
         if "text" in names and len(names) > 1:
@@ -205,7 +222,7 @@ def _source(texts: str):
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         path = Path(folder) / ("stdin.jsonl" if is_json else "stdin.txt")
         with path.open("wb") as file:
-            file.write(first)
+            file.write(blank + first)
             shutil.copyfileobj(sys.stdin.buffer, file)
         yield path
 

@@ -121,6 +121,9 @@ def find_cards(
         seen.add(run.resolve())
         try:
             cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
+            if "earlier" in cards[0]:  # an exported model: its card holds those of earlier runs
+                cards[:0] = cards[0].pop("earlier")
+                break
             # relative to the folder in which that run was started
             base = Path(cards[0].get("base_folder", cards[0]["recipe"]["base"]))
         except (ValueError, KeyError, TypeError) as error:
@@ -144,5 +147,5 @@ def find_cards(
             break
         run = model and _with_card(model, model.parent)
     if cards and folder.name.startswith("step-"):
-        cards[-1]["checkpoint"] = folder.name
+        cards[-1].setdefault("checkpoint", folder.name)
     return cards

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, refuse_here
+from ..common.files import atomic_folder, read_json, refuse_here
 from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from ..data.batches import Instructions
-from .card import check_scores, find_base, model_card
+from .card import check_scores, exported_card, find_base, model_card
 from anchor_embedding.embed.embedder import (
     BARE_TOKENIZER,
+    CARD,
     Embedder,
     load_embedder,
     name_whole_path,
@@ -240,7 +241,8 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 def _base_of(adapter: Path) -> str:
     "The base that the adapter in a folder names."
-    return json.loads((adapter / _ADAPTER[0]).read_text())["base_model_name_or_path"] or ""
+    config = json.loads((adapter / _ADAPTER[0]).read_text(encoding="utf-8"))
+    return config["base_model_name_or_path"] or ""
 
 
 def _write_weights(
@@ -303,7 +305,9 @@ def _readable_config(config: dict) -> dict:
 
 def _edit_json(path: Path, change) -> None:
     "Replace the values in a JSON file by `change(values)`."
-    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=2) + "\n")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    content = json.dumps(change(values), indent=2, ensure_ascii=False) + "\n"
+    path.write_text(content, encoding="utf-8")
 
 # %% ../../nbs/embed/40_export.ipynb #10d371e3
 def _free_folder(folder: str | os.PathLike) -> Path:
@@ -365,6 +369,26 @@ def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> N
         )
 
 
+def _normalizes(source: Path | None) -> bool:
+    "Whether a model was exported before with vectors of length 1."
+    if source is None or not (source / "modules.json").is_file():
+        return False
+    return "Normalize" in (source / "modules.json").read_text(encoding="utf-8")
+
+
+def _note_other_prompts(source: Path, new_prompts: dict[str, str]) -> None:
+    "Warn of prompts that a model was exported with before and that it will not have now."
+    path = source / "config_sentence_transformers.json"
+    earlier = read_json(path, "export its run again").get("prompts") if path.is_file() else None
+    if earlier not in (None, new_prompts):
+        warnings.warn(
+            f"{source} was exported with the prompts {earlier}, and the new folder has those of "
+            f"training, {new_prompts}; give the earlier instruction with --instruction, or "
+            'instructions={"query": …} in Python',
+            stacklevel=3,
+        )
+
+
 def export_embedder(
     # an `Embedder`; or a run, a checkpoint, a model or adapter folder, a hub name
     model: Embedder | str | os.PathLike,
@@ -398,19 +422,26 @@ def export_embedder(
             "read in both directions: load it with `Embedder`"
         )
     cards = find_cards(source) if source else []
-    known = find_base(_origin(embedder, source, cards))
+    if cards and "base_facts" in cards[0]:  # of a model that was exported before
+        known = cards[0]["base_facts"]
+    else:
+        known = find_base(_origin(embedder, source, cards))
     named = cards and "base_folder" not in cards[0]  # not loaded from a folder of this machine
     if named and "source" not in known and cards[0].get("base"):
         weights = cards[0]["base"]
         if weights != known.get("name") and not Path(weights).exists():
             known["source"] = weights
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
+    normalize = normalize or _normalizes(source)
+    own_prompts = source is not None and instructions is None
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
     if "query" not in instructions:
         asked = default_instructions(embedder.instructions, embedder.datasets)
         instructions = asked | instructions
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
+    if own_prompts:
+        _note_other_prompts(source, files["config_sentence_transformers.json"]["prompts"])
     card = model_card(
         embedder,
         push or folder.name,
@@ -422,6 +453,8 @@ def export_embedder(
         adapter,
     )
     files["README.md"] = str(card)
+    if cards:
+        files[CARD] = exported_card(cards, known)
     with atomic_folder(folder) as aside:
         _write_weights(embedder, source, aside, adapter, base, push)
         _write_tokenizers(embedder.tokenizer, padding_side, aside)

@@ -44,6 +44,7 @@ from anchor_embedding.embed.candidates import (
 )
 from .embedder import Embedder
 from .pool import PART, Pool, read_corpus, read_pairs, read_pool
+from .vectors import unit
 
 # %% ../../nbs/embed/64_mining.ipynb #4b7e1da8
 _AtLeastOne = Annotated[int, Field(ge=1)]
@@ -358,6 +359,18 @@ def _note_missing(
         say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
 
 
+def _model_in_memory(scorer: CosineScores, first: Example) -> str:
+    "A hash of the rounded vectors of a pair, for a model that has no revision."
+    digest = hashlib.sha256()
+    for encode, text in (
+        (scorer.encode_document, first.positive),
+        (scorer.encode_query, first.query),
+    ):
+        vector = np.round(unit(encode([text])), 2) + 0.0  # -0.0 becomes 0.0
+        digest.update(vector.tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _run_facts(card: dict, how: dict, instructions: Instructions, extra, scorers: Mapping) -> dict:
     "The facts that must be equal for `resume`, in the form that JSON gives back."
     digest = hashlib.sha256(extra.places.exact)
@@ -442,6 +455,8 @@ def mine_negatives(
         "corpus_vectors": extra.corpus and extra.corpus.manifest["settings"]["dtype"],
     }
     how = {"dtype": dtype, "max_length": max_length}
+    if isinstance(model, CosineScores):
+        how["model in memory"] = _model_in_memory(model, store[0])
     run = _run_facts(card, how, instructions, extra, scorers)
     with _work_folder(out, run, resume, say) as folder:
         figures = _mine_all(store, extra, scorers, settings, folder, progress)

@@ -290,6 +290,16 @@ def _score(
     store.remove()
 
 
+def _how_asked(candidate: Candidate, opened: dict) -> str:
+    "A sentence on the instructions that the model gets for these tasks."
+    style = candidate.style
+    tasks = [task for task in opened.values() if not isinstance(task, InputError)]
+    bare = style and not any(any(style.instructions(one.metadata).values()) for one in tasks)
+    if tasks and bare and style.name != "none" and style.as_trained is not False:
+        return "asked without instructions: these tasks have none"
+    return candidate.describe()
+
+
 def evaluate(
     model: str | os.PathLike | Embedder,  # see `load_model`
     tasks: str | Sequence[str] | None = "subset15",  # see `local_tasks.open_tasks`
@@ -315,7 +325,8 @@ def evaluate(
     candidate = find_candidate(model, prompts, max_length, dtype, device)
     new_instructions = candidate.style and candidate.style.as_trained is False
     if title or new_instructions:
-        say(f"== {title}: {candidate.describe()}" if title else candidate.describe())
+        asked = _how_asked(candidate, opened)
+        say(f"== {title}: {asked}" if title else asked)
     folder = Path(out) / f"{name or model_name(model)}{candidate.suffix}"
     with locked(
         folder.parent / f".{folder.name}.lock",

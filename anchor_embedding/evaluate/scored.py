@@ -105,9 +105,20 @@ def run_label(scores, path=None) -> str:
     return label
 
 # %% ../../nbs/evaluate/52_scored.ipynb #64436396
-def _setting(scores: dict) -> dict:
-    "The settings with which a run was scored."
-    return {key: scores.get("about", {}).get(key) for key in ("prompts", "max_length", "dtype")}
+def _setting(scores: dict, tasks=None) -> dict:
+    """The settings with which a run was scored on some of its tasks (None = all). Prompts that give
+    none of them an instruction are those of "none".
+    """
+    about = scores.get("about", {})
+    entries = [scores["tasks"][task] for task in (scores["tasks"] if tasks is None else tasks)]
+    instructions = [entry.get("instructions") for entry in entries]
+    bare = instructions and all(one and not any(one.values()) for one in instructions)
+    return {
+        "prompts": "none" if bare else about.get("prompts"),
+        # without one, texts were read up to the model's own length
+        "max_length": about.get("max_length") or (about.get("template") or {}).get("max_length"),
+        "dtype": about.get("dtype"),
+    }
 
 
 def other_data(one: dict, other: dict) -> list[str]:
@@ -195,8 +206,9 @@ def _queries_of_both(one: dict, other: dict) -> list[str]:
 
 def _other_settings(one: dict, other: dict) -> str:
     "The settings with which two runs were scored differently; empty if there are none."
-    a = _setting(one)
-    b = _setting(other)
+    shared = one["tasks"].keys() & other["tasks"].keys()
+    a = _setting(one, shared)
+    b = _setting(other, shared)
     return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
 
 

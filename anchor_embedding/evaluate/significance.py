@@ -100,7 +100,14 @@ def cluster_sums(
         raise InputError(
             f"{len(labels)} clusters are given for {queries} queries; give one for each query"
         )
-    _, places = np.unique(np.asarray(labels), return_inverse=True)
+    numbers = {}
+    try:
+        ordered = sorted(set(labels))
+    except TypeError:  # labels of several types
+        ordered = labels
+    for label in ordered:
+        numbers.setdefault(label, len(numbers))
+    places = np.array([numbers[label] for label in labels])
     sizes = np.bincount(places)
     if len(sizes) < 2:
         raise InputError(
@@ -185,6 +192,10 @@ def paired_bootstrap(
     low, high = stretched_interval(means, differences.mean(), freedom)
     centre = float(differences.mean())
     error = float(means.std())
+    if freedom < 4:  # so few draws differ that their percentiles are not those of a spread
+        half = float(stdtrit(freedom, 0.975)) * error
+        low = min(low, centre - half)
+        high = max(high, centre + half)
     if error > 1e-12 * abs(centre):
         p = 2 * float(stdtr(freedom, -abs(centre / error)))
     else:  # all the same: that of a sign test
