@@ -16,7 +16,7 @@ from pathlib import Path
 from ..common.errors import InputError
 from ..common.files import near_path
 from ..common.show import counted
-from .examples import Example, examples_in
+from .examples import DoubtfulLabel, Example, examples_in
 from anchor_embedding.data.rows import (
     BadRow,
     arrow_rows,
@@ -226,7 +226,7 @@ def part_examples(
                     raise InputError(f"{where}: {row}")
                 examples = examples_in(row, where, part.dataset)
             except InputError as error:
-                if on_bad_row == "error":
+                if on_bad_row == "error" or isinstance(error, DoubtfulLabel):
                     raise
                 bad += 1
                 first = first or error
