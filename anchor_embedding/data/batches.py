@@ -335,6 +335,9 @@ class TokenBatch:
     queries: list[TokenizedText]  # n
     positives: list[TokenizedText]  # n
     negatives: list[list[TokenizedText]]  # n lists, which may be empty and of different lengths
+    # of what an objective draws at random for these texts, the same in every process; None: the
+    # global generator decides
+    seed: int | None = None
 
     def __len__(self):
         return len(self.queries)
@@ -353,7 +356,7 @@ class TokenBatch:
         "The batch of these rows, in this order."
         rows = list(rows)
         sides = self.queries, self.positives, self.negatives
-        return TokenBatch(*([side[row] for row in rows] for side in sides))
+        return TokenBatch(*([side[row] for row in rows] for side in sides), self.seed)
 
     def __repr__(self):
         return (
