@@ -27,6 +27,7 @@ from anchor_embedding.data.rows import (
     jsonl_rows,
     open_binary,
     parquet_rows,
+    reached,
 )
 
 # %% ../../nbs/data/15_sources.ipynb #0bf9e221
@@ -136,6 +137,11 @@ def find_parts(
     source: str | os.PathLike,
 ) -> list[Part]:
     "The parts of `source`, in the order of file names. Raises `InputError`."
+    with reached(source):
+        return _parts(source)
+
+
+def _parts(source):
     path = Path(source)
     if source == "":  # as a path this would be the working folder
         raise InputError(
