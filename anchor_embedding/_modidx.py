@@ -391,6 +391,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check.DataCheck._repr_html_': ( 'data/check.html#datacheck._repr_html_',
                                                                                                     'anchor_embedding/data/check.py'),
+                                             'anchor_embedding.data.check.DataCheck.can_skip': ( 'data/check.html#datacheck.can_skip',
+                                                                                                 'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check.DataCheck.rows': ( 'data/check.html#datacheck.rows',
                                                                                              'anchor_embedding/data/check.py'),
                                              'anchor_embedding.data.check.DataCheck.to_dict': ( 'data/check.html#datacheck.to_dict',
