@@ -23,7 +23,7 @@ from anchor_embedding.model.packing import ATTENTION, attention_kernel, pack, pa
 from anchor_embedding.study.figures import plot_anchor_gain, plot_losses
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.pipeline import Pipeline
-from anchor_embedding.train.prepare import prepare_embedder
+from anchor_embedding.train.prepare import make_data, prepare_embedder
 from anchor_embedding.train.recipe import Pooling, Recipe
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.stage import dry_run, train
@@ -153,6 +153,34 @@ def test_resumed_equals_uninterrupted(base, case, tmp_path):
         / "model.safetensors"
     )
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+DROPPED = {"target": "counterpart", "input_dropout": 0.5}
+
+
+@pytest.mark.parametrize("case, changes", [("mntp", {}), ("itself", DROPPED)])
+def test_masks_depend_on_the_step_and_the_text_alone(base, case, changes, tmp_path):
+    """Not on the size of a micro-batch, nor on the number of processes."""
+    of_budgets = []
+    for budget in (40, 8192):
+        stage = recipe(base, case, token_budget=budget, steps=3, checkpoint_every=0, **changes)
+        out = tmp_path / str(budget)
+        train(stage, out, PAIRS, progress=False, say=quiet)
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        of_budgets.append([json.loads(line)["loss"] for line in lines])
+    assert of_budgets[0] == pytest.approx(of_budgets[1], rel=1e-4)
+    embedder, _ = prepare_embedder(stage, torch.device("cpu"), say=quiet)
+    data = make_data(stage, embedder.tokenizer, PAIRS)
+    objective = stage.objective.prepared(embedder.tokenizer)
+    names = list(objective.weights())
+    decoder = embedder.decoder.train()
+    with torch.no_grad():
+        whole, again, later = (
+            objective.sums(decoder, data.batch(step), names) for step in (0, 0, 1)
+        )
+        ranks = [objective.sums(decoder, data.batch(0, rank, 2), names) for rank in range(2)]
+    assert torch.equal(whole, again) and not torch.equal(whole, later)
+    torch.testing.assert_close(sum(ranks), whole, rtol=1e-5, atol=0)
 
 
 def test_what_cannot_be_is_refused(base):

@@ -81,7 +81,7 @@ def check_command(args: argparse.Namespace) -> None:
         with atomic_file(args.plot) as path:
             figure.savefig(path, dpi=150, format=picture)
     if checked.bad_rows:
-        skip = ", or train with --set on_bad_row=skip" if checked.rows else ""
+        skip = ", or train with --set on_bad_row=skip" if checked.can_skip else ""
         raise InputError(f"{args.data}: {counted(checked.bad_rows, 'bad row')}; correct them{skip}")
 
 

@@ -170,7 +170,10 @@ def _shuffled_pass(plan, number):
     batches = []
     for name, rows in plan.rows.items():
         full = plan.batches[name] * plan.batch_size
-        drawn = _drawn(_generator(plan.seed, number, name), rows, full, plan.batch_size)
+        # the number of passes that share one shuffle: more than one if they take at most half each
+        turns = max(1, len(rows) // full)
+        generator = _generator(plan.seed, number // turns, name)
+        drawn = _drawn(generator, rows, (number % turns + 1) * full, plan.batch_size)[-full:]
         batches += [(name, part) for part in drawn.reshape(-1, plan.batch_size)]
     order = _generator(plan.seed, number).permutation(len(batches))
     return [batches[i] for i in order]
@@ -282,7 +285,7 @@ def _instructions_from_csv(source, path):
 # %% ../../nbs/data/40_batches.ipynb #91e8e2cd
 def _instructions_from_toml(path):
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a mark
     except ValueError as error:  # broken TOML or not UTF-8
         raise InputError(f"{path}: broken TOML ({error}); correct the file") from None
     table = {}
@@ -335,6 +338,9 @@ class TokenBatch:
     queries: list[TokenizedText]  # n
     positives: list[TokenizedText]  # n
     negatives: list[list[TokenizedText]]  # n lists, which may be empty and of different lengths
+    # of what an objective draws at random for these texts, the same in every process; None: the
+    # global generator decides
+    seed: int | None = None
 
     def __len__(self):
         return len(self.queries)
@@ -353,7 +359,7 @@ class TokenBatch:
         "The batch of these rows, in this order."
         rows = list(rows)
         sides = self.queries, self.positives, self.negatives
-        return TokenBatch(*([side[row] for row in rows] for side in sides))
+        return TokenBatch(*([side[row] for row in rows] for side in sides), self.seed)
 
     def __repr__(self):
         return (

@@ -21,6 +21,7 @@ from ..common.show import counted, register_figures, rows_html, rows_text
 from anchor_embedding.data.examples import (
     POSITIVE,
     QUERY,
+    DoubtfulLabel,
     Example,
     examples_in,
     fingerprint_line,
@@ -54,6 +55,7 @@ class _Tally:
         self.lengths = {name: array("i") for name in ("query", "positive", "negatives")}
         self.digests = {name: array("Q") for name in ("rows", "queries", "positives")}
         self.with_negatives = self.query_is_positive = self.own_negative = self.bad_rows = 0
+        self.doubtful_labels = 0
         self.empty = dict.fromkeys(("query", "positive", "negatives"), 0)
 
     def add(self, example: Example) -> None:
@@ -105,6 +107,7 @@ def _figures(tally):
         "own_negative": tally.own_negative,
         "empty": tally.empty,
         "bad_rows": tally.bad_rows,
+        "doubtful_labels": tally.doubtful_labels,  # bad rows that cannot be skipped
     }
 
 # %% ../../nbs/data/35_check.ipynb #5e9e6ff8
@@ -151,6 +154,7 @@ def _check_part(
                     tally(example.dataset).add(example)
             except InputError as error:
                 note(error, name)
+                tally(name).doubtful_labels += isinstance(error, DoubtfulLabel)
         if empty:
             note(f"{part.name}: the file has no rows")
     except InputError as error:
@@ -200,6 +204,12 @@ class DataCheck:
     def rows(self) -> int:
         "Number of good rows."
         return sum(figures["rows"] for figures in self.datasets.values())
+
+    @property
+    def can_skip(self) -> bool:
+        "Whether there are good rows and on_bad_row can leave out the bad ones."
+        doubtful = any(figures["doubtful_labels"] for figures in self.datasets.values())
+        return self.rows > 0 and not doubtful
 
     def to_dict(self) -> dict:
         "All figures, as plain JSON values."

@@ -28,6 +28,7 @@ from anchor_embedding.data.rows import (
     jsonl_rows,
     open_binary,
     parquet_rows,
+    reached,
 )
 from ..model.text import clean
 
@@ -109,7 +110,12 @@ def find_files(
     """The files of a corpus, in the order of their names; of a BEIR folder only its corpus. Raises
     `InputError`.
     """
-    path = Path(source)
+    with reached(source):
+        return _files(Path(source))
+
+
+def _files(path: Path) -> list[Path]:
+    "See `find_files`."
     known = ", ".join(_ROWS + _LINES)
     if not path.exists():
         raise InputError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..common.errors import InputError
 from ..common.files import near_path
 from ..common.show import counted
-from .examples import Example, examples_in
+from .examples import DoubtfulLabel, Example, examples_in
 from anchor_embedding.data.rows import (
     BadRow,
     arrow_rows,
@@ -27,6 +27,7 @@ from anchor_embedding.data.rows import (
     jsonl_rows,
     open_binary,
     parquet_rows,
+    reached,
 )
 
 # %% ../../nbs/data/15_sources.ipynb #0bf9e221
@@ -136,6 +137,11 @@ def find_parts(
     source: str | os.PathLike,
 ) -> list[Part]:
     "The parts of `source`, in the order of file names. Raises `InputError`."
+    with reached(source):
+        return _parts(source)
+
+
+def _parts(source):
     path = Path(source)
     if source == "":  # as a path this would be the working folder
         raise InputError(
@@ -226,7 +232,7 @@ def part_examples(
                     raise InputError(f"{where}: {row}")
                 examples = examples_in(row, where, part.dataset)
             except InputError as error:
-                if on_bad_row == "error":
+                if on_bad_row == "error" or isinstance(error, DoubtfulLabel):
                     raise
                 bad += 1
                 first = first or error

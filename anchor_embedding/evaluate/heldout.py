@@ -199,7 +199,8 @@ def split_folder(
     `InputError` for a folder without pairs.
     """
     pool = []
-    for path in sorted(Path(folder).glob("*.jsonl*")):
+    folder = Path(folder)
+    for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
         rows = read_examples(path)
         pool += random.Random(f"{seed} {path.name}").sample(rows, min(most, len(rows)))
     if len(pool) < 4:

@@ -187,7 +187,14 @@ def separator_ids(
     separator: str = "\n",  # may hold special tokens
 ) -> list[int]:
     "The token ids between context and target."
-    return list(tokenizer.tokenizer(separator, add_special_tokens=False)["input_ids"])
+
+    def ids(text):
+        return list(tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # behind a letter, because some tokenizers put a space in front of a text
+    letter = ids("a")
+    both = ids(f"a{separator}")
+    return both[len(letter) :] if both[: len(letter)] == letter else ids(separator)
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #98cfef6d
 def share_of_ceiling(

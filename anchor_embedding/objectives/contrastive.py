@@ -37,7 +37,7 @@ def rivals_of_pairs(
     keys: torch.Tensor,
     pools: torch.Tensor,  # (n,) int64, the pool each text competes in
     num_pairs: int,  # B
-    # leave out texts equal to one of the pair's own two, and the partners of such texts
+    # leave out texts equal to one of the pair's own two or to a partner of such a text
     mask_same_text: bool = False,
     part: torch.Tensor | None = None,  # (b,) int64, indices of the pairs; None = all
 ) -> torch.Tensor:  # (b, n) bool
@@ -49,8 +49,14 @@ def rivals_of_pairs(
     for own in (keys[part], keys[num_pairs + part]) if mask_same_text else ():
         same = (own[:, None] == keys).any(2)
         rivals &= ~same
-        rivals[:, num_pairs : 2 * num_pairs] &= ~same[:, :num_pairs]
-        rivals[:, :num_pairs] &= ~same[:, num_pairs : 2 * num_pairs]
+        partners = torch.zeros_like(same, dtype=torch.int32)
+        partners[:, num_pairs : 2 * num_pairs] = same[:, :num_pairs]
+        partners[:, :num_pairs] = same[:, num_pairs : 2 * num_pairs]
+        for key in keys.T.contiguous():
+            # equal texts have one number; `known` counts the partners that have it
+            number = torch.searchsorted(key.sort().values, key).expand_as(same)
+            known = torch.zeros_like(partners).scatter_add_(1, number, partners)
+            rivals &= known.gather(1, number) == 0
     return rivals
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #a8b4e433
@@ -76,10 +82,11 @@ def softmax_loss(
     "Mean of -log softmax(cosine / temperature) of the positive among its rivals."
     if margin is not None:
         rivals = rivals & (scores <= positive[:, None] + margin)
-    scores = (
-        torch.cat([positive[:, None], scores.masked_fill(~rivals, -torch.inf)], dim=1) / temperature
-    )
-    return (scores.logsumexp(1) - scores[:, 0]).mean(), rivals.sum(1) + 1
+    # of differences: beside scores of 1 / temperature a loss far below 1 would be lost in rounding
+    gaps = (scores - positive[:, None]) / temperature
+    # not -inf, of which a row without rivals has no gradient
+    gaps = gaps.masked_fill(~rivals, torch.finfo(gaps.dtype).min)
+    return F.softplus(gaps.logsumexp(1)).mean(), rivals.sum(1) + 1
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #713b0bf2
 def loss_of_pairs(
@@ -130,7 +137,8 @@ class ContrastiveLoss(Objective):
     negatives_pool: Annotated[
         int, obeys(lambda n: n == 0 or n >= 2, "0 (the whole batch) or at least 2")
     ] = 0
-    # a text equal to the query or its positive is no negative, nor is the partner of such a text
+    # a text equal to the query or its positive is no negative, nor is one equal to the partner of
+    # such a text
     mask_same_text: bool = False
     # a text whose cosine exceeds the positive's by more than this is no negative
     false_negative_margin: Annotated[float | None, Field(ge=-2, le=2)] = None

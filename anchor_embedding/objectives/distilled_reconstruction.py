@@ -148,6 +148,7 @@ class DistilledReconstruction(Reconstruction):
 
         bodies = self.bodies(batch, directions)
         noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
+        noise["seed"] = batch.seed
         return decode_sums(decoder, anchors, bodies, self.before, **noise, loss=loss)
 
     def conflicts(self, recipe) -> Iterator[str]:

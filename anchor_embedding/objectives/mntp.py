@@ -6,8 +6,6 @@
 __all__ = ['mask_id', 'places_to_mask', 'masked_number', 'MaskedPrediction']
 
 # %% ../../nbs/objectives/27_mntp.ipynb #f89891e7
-import zlib
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,7 +22,7 @@ from ..model.packing import pack
 from ..model.text import TextTokenizer, TokenizedText
 from ..model.vocabulary import vocabulary_loss
 from .objective import PairTokens, TextLengths
-from .reconstruction import TokenMeans
+from .reconstruction import TokenMeans, text_generator
 
 # %% ../../nbs/objectives/27_mntp.ipynb #ce21e564
 def mask_id(
@@ -80,16 +78,10 @@ class MaskedPrediction(TokenMeans):
         "The number of masked tokens."
         return [sum(masked_number(text, self.mask_share) for text in self.texts(batch))]
 
-    def chosen(self, text: TokenizedText, drawn: bool) -> torch.Tensor:
-        """(k,) the places that are masked, in order. They are drawn at random, or depend only on
-        the text.
-        """
+    def chosen(self, text: TokenizedText, seed: int | None) -> torch.Tensor:
+        "(k,) the places that are masked, in order; see `text_generator`."
         places = torch.tensor(places_to_mask(text), dtype=torch.int64)
-        generator = (
-            None
-            if drawn
-            else torch.Generator().manual_seed(zlib.crc32(array("q", text.ids).tobytes()))
-        )
+        generator = text_generator(seed, text.ids)
         return places[
             torch.randperm(len(places), generator=generator)[: masked_number(text, self.mask_share)]
             .sort()
@@ -97,12 +89,14 @@ class MaskedPrediction(TokenMeans):
         ]
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
-        "(1,) sum of -log p over the masked tokens; they are drawn at random in training."
+        """(1,) sum of -log p over the masked tokens. In training they are others in every step, in
+        evaluation always the same.
+        """
         texts = self.texts(batch)
         packed = pack([text.ids for text in texts], decoder.device)
         starts = accumulate(packed.lengths[:-1], initial=0)
         masked = [
-            self.chosen(text, decoder.training) + start
+            self.chosen(text, batch.seed if decoder.training else 0) + start
             for text, start in zip(texts, starts, strict=True)
         ]
         masked = torch.cat(masked).to(decoder.device, non_blocking=True)

@@ -87,8 +87,7 @@ class Objective(Checked):
     uses_head: ClassVar[bool] = True  # the loss uses the vocabulary head
     # the texts of a batch compete, so it needs two pairs and GradCache
     compares_texts: ClassVar[bool] = False
-    # `token_budget` splits a batch and changes no result, except for what an objective draws at
-    # random in each part
+    # `token_budget` splits a batch and changes no result, except for dropout
     splits_by_budget: ClassVar[bool] = True
     # the loss depends on how the pairs of a batch are divided among the processes
     averages_by_process: ClassVar[bool] = False

@@ -123,10 +123,9 @@ class TrainingData:
         return range(rank, len(rows), world)
 
     def batch(self, step: int, rank: int = 0, world: int = 1, as_given: bool = False) -> TokenBatch:
-        """The part of a step's batch that belongs to process `rank` of `world`. With `as_given`,
-        pairs are not exchanged.
+        """The part of a step's batch that belongs to process `rank` of `world`, with the step's
+        seed. With `as_given`, pairs are not exchanged.
         """
-
         of_dataset = self.plan.rows[self.plan.dataset(step)]
 
         def tokenized(rows):
@@ -141,11 +140,16 @@ class TrainingData:
 
         rows = self.plan.step(step)
         places = self.places(step, rank, world)
-        own = tokenized([rows[place] for place in places])
+        own = replace(tokenized([rows[place] for place in places]), seed=self.seed(step))
         if not self.exchanged or as_given:
             return own
         other = tokenized([rows[(place + 1) % len(rows)] for place in places])
-        return TokenBatch(own.queries, other.positives, other.negatives)
+        return replace(own, positives=other.positives, negatives=other.negatives)
+
+    def seed(self, step: int) -> int:
+        "Of what is drawn for the texts of a step: another one for every step and every recipe."
+        digest = hashlib.blake2b(f"{self.plan.seed} {step}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big", signed=True)
 
     def held_out_batch(
         self,
