@@ -579,7 +579,7 @@ def test_released_names_a_missing_eos_and_takes_an_empty_text(tmp_path):
     terms = objective.loss(decoder, batch_of(tokenizer, [Example("", ""), *some_pairs(1)]))
     assert np.isfinite([*terms.values()]).all()
     named = TextTokenizer(hub, "plain", 64, hub.eos_token)
-    hub.eos_token = None
+    named.tokenizer.eos_token = None
     with pytest.raises(InputError, match="pads with the EOS of the tokenizer"):
         ReleasedReconstruction().prepared(named)
 
