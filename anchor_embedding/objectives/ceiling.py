@@ -187,14 +187,7 @@ def separator_ids(
     separator: str = "\n",  # may hold special tokens
 ) -> list[int]:
     "The token ids between context and target."
-
-    def ids(text):
-        return list(tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    # behind a letter, because some tokenizers put a space in front of a text
-    letter = ids("a")
-    both = ids(f"a{separator}")
-    return both[len(letter) :] if both[: len(letter)] == letter else ids(separator)
+    return list(tokenizer.tokenizer(separator, add_special_tokens=False)["input_ids"])
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #98cfef6d
 def share_of_ceiling(
