@@ -5,6 +5,7 @@ and loads as it was trained.
 import json
 import shutil
 import warnings
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
