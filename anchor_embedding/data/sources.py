@@ -141,7 +141,8 @@ def find_parts(
         return _parts(source)
 
 
-def _parts(source):
+def _parts(source: str | os.PathLike) -> list[Part]:
+    "See `find_parts`."
     path = Path(source)
     if source == "":  # as a path this would be the working folder
         raise InputError(

@@ -64,8 +64,8 @@ def check_pipeline_folder(out: Path, pipeline: Pipeline) -> None:
 
 
 def claim_folder(out: Path, pipeline: Pipeline, pairs: SplitPairs, base: str) -> None:
-    """Create the output folder, see `check_pipeline_folder`. Raises `InputError` if a stage has begun with
-    other pairs or from another base.
+    """Create the output folder, see `check_pipeline_folder`. Raises `InputError` if a stage has begun
+    with other pairs or from another base.
     """
     check_pipeline_folder(out, pipeline)
     kept = out / "pairs.json"
