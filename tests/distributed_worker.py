@@ -57,17 +57,27 @@ def some_figures(embedder):
     }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    task_file = json.loads(Path(sys.argv[1]).read_text())
-    pairs = [Example(q, p, tuple(n), "pairs") for q, p, n in task_file["pairs"]]
-    for task in task_file["tasks"]:
+def run_tasks(pairs, tasks):
+    """Run each task, a dictionary with recipe, out, whole_run and resume, in this process."""
+    examples = [Example(q, p, tuple(n), "pairs") for q, p, n in pairs]
+    for task in tasks:
         recipe = recipe_from_dict(task["recipe"])
         out = Path(task["out"])
         if task["whole_run"]:
             train(
-                recipe, out, pairs, some_figures, resume=task["resume"], progress=False, say=silent
+                recipe,
+                out,
+                examples,
+                some_figures,
+                resume=task["resume"],
+                progress=False,
+                say=silent,
             )
         else:
-            gradients_and_weights(recipe, out, pairs)
+            gradients_and_weights(recipe, out, examples)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_tasks(**json.loads(Path(sys.argv[1]).read_text()))
     end_process(0)

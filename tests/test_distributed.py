@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed_worker import run_tasks
 from safetensors.torch import load_file
 
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
@@ -46,20 +47,19 @@ MATRIX = list(itertools.product(STAGES, ("tied", "untied"), TUNING, BUDGETS))
 
 
 def start(folder, processes, tasks):
-    """Runs tasks [(name, recipe, whole run, resume)] in a group of processes; returns its completed
+    """Run tasks [(name, recipe, whole run, resume)] in a group of processes; a group of one is this
     process.
     """
-    task_file = folder / f"tasks{processes}-{len(list(folder.iterdir()))}.json"
     rows = [
         {"recipe": r.to_dict(), "out": str(folder / name), "whole_run": whole, "resume": resume}
         for name, r, whole, resume in tasks
     ]
+    if processes == 1:
+        run_tasks(PAIRS, rows)
+        return
+    task_file = folder / f"tasks{processes}-{len(list(folder.iterdir()))}.json"
     task_file.write_text(json.dumps({"pairs": PAIRS, "tasks": rows}))
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        if processes > 1
-        else []
-    )
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -171,46 +171,48 @@ def test_rows_are_gathered_where_processes_hold_different_numbers(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def resumed(folder):
+def whole_runs(folder):
     """Sharded runs of two processes, cut back to a checkpoint and continued by four sharded
-    processes and by one unsharded process.
+    processes and by one unsharded process; beside them an unsharded run with an evaluation by each
+    number of processes.
     """
     settings = {"checkpoint_every": 2, "eval_every": 2, "sharding": "fsdp"}
     recipes = {
         tuning: recipe_of(folder, "reconstruction", "tied", tuning, "parts", **settings)
         for tuning in TUNING
     }
-    for name, processes in (("alone", 1), ("two", 2)):
-        start(
-            folder,
-            processes,
-            [(f"{tuning}-{name}", recipe, True, False) for tuning, recipe in recipes.items()],
-        )
-    for name, processes in (("four", 4), ("one", 1)):
-        for tuning in TUNING:
+    evaluated = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
+    for name, processes, continued in (
+        ("alone", 1, False),
+        ("two", 2, False),
+        ("four", 4, True),
+        ("one", 1, True),
+    ):
+        for tuning in TUNING if continued else ():
             shutil.copytree(folder / f"{tuning}-two", folder / f"{tuning}-{name}")
             for gone in ("final", "step-000004"):
                 shutil.rmtree(folder / f"{tuning}-{name}" / gone)
-        start(
-            folder,
-            processes,
-            [(f"{tuning}-{name}", recipe, True, True) for tuning, recipe in recipes.items()],
-        )
+        tasks = [
+            (f"{tuning}-{name}", recipe, True, continued) for tuning, recipe in recipes.items()
+        ]
+        if name != "one":
+            tasks.append((f"evaluated-{processes}", evaluated, True, False))
+        start(folder, processes, tasks)
     return folder
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tuning", TUNING)
-def test_sharded_run_goes_on_with_any_number_of_processes(resumed, tuning):
-    expected = load_file(resumed / f"{tuning}-alone" / "final" / "model.safetensors")
+def test_sharded_run_goes_on_with_any_number_of_processes(whole_runs, tuning):
+    expected = load_file(whole_runs / f"{tuning}-alone" / "final" / "model.safetensors")
     for name in ("two", "four", "one"):
-        found = load_file(resumed / f"{tuning}-{name}" / "final" / "model.safetensors")
+        found = load_file(whole_runs / f"{tuning}-{name}" / "final" / "model.safetensors")
         assert found.keys() == expected.keys()
         for key in expected:
             assert (found[key] - expected[key]).abs().max() < 1e-4, f"{key} of {name}"
         evals = [
             json.loads(line)
-            for line in (resumed / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()
+            for line in (whole_runs / f"{tuning}-{name}" / "evals.jsonl").read_text().splitlines()
         ]
         assert [line["step"] for line in evals] == [0, 2, 4]
 
@@ -222,8 +224,8 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
     every reader accepts.
     """
     released = {"objective": "released", "micro_batch_size": 1} if kind == "released" else {}
-    for pairs in (8, 2):
-        recipe = recipe_of(
+    recipes = {
+        pairs: recipe_of(
             folder,
             "reconstruction",
             "tied",
@@ -234,14 +236,19 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
             learning_rate=1e-5,
             **released,
         )
-        found = {}
-        for processes in (1, 2):
-            name = f"gain-{kind}-{pairs}-{processes}"
-            start(folder, processes, [(name, recipe, True, False)])
-            lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-            found[processes] = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+        for pairs in (8, 2)
+    }
+    for processes in (1, 2):
+        tasks = [(f"{kind}-{n}-{processes}", recipe, True, False) for n, recipe in recipes.items()]
+        start(folder, processes, tasks)
+    for pairs in recipes:
+        logs = [folder / f"{kind}-{pairs}-{processes}" / "metrics.jsonl" for processes in (1, 2)]
+        alone, shared = (
+            [json.loads(line, parse_constant=pytest.fail) for line in log.read_text().splitlines()]
+            for log in logs
+        )
         for name in ("anchor_gain_q2d", "anchor_gain_d2q", "mean_cosine"):
-            one, two = ([line.get(name) for line in found[processes]] for processes in (1, 2))
+            one, two = ([line.get(name) for line in lines] for lines in (alone, shared))
             assert one[0] and one[1] and one[3] and one[2] is None
             assert two == [value and pytest.approx(value, rel=1e-3, abs=1e-4) for value in one], (
                 name
@@ -249,16 +256,12 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
 
 
 @pytest.mark.thorough
-def test_processes_share_an_evaluation(folder):
+def test_processes_share_an_evaluation(whole_runs):
     """1, 2 and 4 processes give the same figures, each encoding a share of the texts."""
-    recipe = recipe_of(folder, "reconstruction", "tied", "full", "whole", eval_every=4)
-    found = {}
-    for processes in (1, 2, 4):
-        start(folder, processes, [(f"evaluated-{processes}", recipe, True, False)])
-        found[processes] = [
-            json.loads(line)
-            for line in (folder / f"evaluated-{processes}" / "evals.jsonl").read_text().splitlines()
-        ]
+    logs = {n: whole_runs / f"evaluated-{n}" / "evals.jsonl" for n in (1, 2, 4)}
+    found = {
+        n: [json.loads(line) for line in log.read_text().splitlines()] for n, log in logs.items()
+    }
     assert {
         processes: [line["encoded"] for line in lines] for processes, lines in found.items()
     } == {1: [11, 11], 2: [6, 6], 4: [3, 3]}
@@ -288,8 +291,8 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
     # so slow that weights hardly move: training multiplies differences of rounding, which are not
     # tested here
     settings = {"dtype": "bfloat16", "sharding": "fsdp", "learning_rate": 1e-5}
-    for stage, kind, again in (("reconstruction", "llama", True), ("contrastive", "qwen3", False)):
-        recipe = recipe_of(
+    recipes = {
+        kind: recipe_of(
             folder,
             stage,
             f"{kind}-norms",
@@ -298,10 +301,17 @@ def test_sharding_in_lower_precision_leaves_the_norms_alone(folder):
             **settings,
             activation_checkpointing=again,
         )
-        for processes in (1, 2):
-            start(folder, processes, [(f"{kind}-norms-{processes}", recipe, False, False)])
+        for stage, kind, again in (
+            ("reconstruction", "llama", True),
+            ("contrastive", "qwen3", False),
+        )
+    }
+    for processes in (1, 2):
+        tasks = [(f"{kind}-{processes}", recipe, False, False) for kind, recipe in recipes.items()]
+        start(folder, processes, tasks)
+    for kind in recipes:
         one, two = (
-            json.loads((folder / f"{kind}-norms-{processes}" / "rank0.json").read_text())
+            json.loads((folder / f"{kind}-{processes}" / "rank0.json").read_text())
             for processes in (1, 2)
         )
         assert two[0] == pytest.approx(one[0], rel=1e-5) and two == pytest.approx(one, rel=2e-3), (
