@@ -2987,6 +2987,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._beside': ( 'study/report.html#_beside',
                                                                                           'anchor_embedding/study/report.py'),
+                                               'anchor_embedding.study.report._by_direction': ( 'study/report.html#_by_direction',
+                                                                                                'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._curve': ( 'study/report.html#_curve',
                                                                                          'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._early_stage': ( 'study/report.html#_early_stage',

@@ -272,7 +272,7 @@ def _pretext_losses(report):
 
 def _anchor_use(report):
     """Anchor gain and mean cosine of every stage that measured them more than once: the first
-    measurement is before any training.
+    measurement is before the first step.
     """
     lines = []
     stages = {
@@ -284,10 +284,11 @@ def _anchor_use(report):
         which = f" of {key}" if len(stages) > 1 else ""
         last = measured[-1]
         gains = anchor_gains(last)
-        words = " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
+        before = anchor_gains(measured[0])
         lines.append(
-            f"The anchor gain{which} at step {last['step']} is {words} nats per token"
-            f"{_in_proportion(last, gains)}."
+            f"The anchor gain{which} was {_by_direction(before)} before its first step and is "
+            f"{_by_direction(gains)} nats per token at step {last['step']} (one batch, without an "
+            f"interval){_in_proportion(last, gains, before)}."
         )
         cosines = [row["mean_cosine"] for row in measured if row.get("mean_cosine") is not None]
         if len(cosines) > 1:
@@ -302,8 +303,15 @@ def _anchor_use(report):
     return lines
 
 
-def _in_proportion(row, gains):
-    "The gains as a share of their ceiling, or of the loss when the row has no ceiling."
+def _by_direction(gains):
+    "The gains and their directions, in words."
+    return " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
+
+
+def _in_proportion(row, gains, before):
+    """The gains as a share of their ceiling, or of the loss when the row has no ceiling. A gain that
+    is not above the one `before` the stage, of either sign, does not show that it is used.
+    """
     of_ceiling = [
         f"{row[key]:.1%} ({name.upper()})"
         for name in gains
@@ -314,16 +322,20 @@ def _in_proportion(row, gains):
         return f": {shares} of what the whole text in the anchor's place would save"
     if not all(row.get(name) for name in gains):
         return ""  # a direction that is not trained has a gain and no loss
-    share = max(gain / row[name] for name, gain in gains.items())
-    uses = "hardly uses" if share < 0.01 else "uses"
-    return f": the decoder {uses} the anchor ({share:.1%} of the loss at most)"
+    shares = {name: gain / row[name] for name, gain in gains.items()}
+    large = [name for name, share in shares.items() if share >= 0.01]
+    words = "the decoder hardly uses the anchor"
+    if large:
+        risen = any(gains[name] > abs(before.get(name, 0.0)) for name in large)
+        words = "the decoder uses the anchor" if risen else "no more than before its first step"
+    return f": {words} ({max(shares.values()):.1%} of the loss at most)"
 
 # %% ../../nbs/study/20_report.ipynb #ea25165e
 def scale(
     report: dict,  # see `read_report`; card["recipes"] holds the settings of every stage
-) -> dict | None:  # pairs, paper_pairs, share; None when no stage reconstructs
-    """How many pairs the longest Stage I saw here, and how many in the paper (the shipped recipe
-    stage1: 2,000 steps of 512).
+) -> dict | None:  # pairs, times, paper_pairs, share; None when no stage reconstructs
+    """How many different pairs the longest Stage I saw here, and how many times each; and how many in
+    the paper (the shipped recipe stage1: 2,000 steps of 512).
     """
     recipes = report.get("card", {}).get("recipes", {}).values()
     ran = [
@@ -332,9 +344,15 @@ def scale(
     if not ran:
         return None
     paper = load_recipe("stage1")
-    pairs = max(r["steps"] * r["batch_size"] for r in ran)
+    drawn = max(r["steps"] * r["batch_size"] for r in ran)
+    pairs = min(drawn, report["card"].get("counts", {}).get("train") or drawn)
     paper_pairs = paper.steps * paper.batch_size
-    return {"pairs": pairs, "paper_pairs": paper_pairs, "share": pairs / paper_pairs}
+    return {
+        "pairs": pairs,
+        "times": drawn / pairs,
+        "paper_pairs": paper_pairs,
+        "share": pairs / paper_pairs,
+    }
 
 
 def _scale_sentence(report):
@@ -342,11 +360,15 @@ def _scale_sentence(report):
     size = scale(report)
     if size is None:
         return []
-    pairs = f"Stage I saw {size['pairs']:,} pairs here and {size['paper_pairs']:,} in the paper"
+    times = round(size["times"], 1)
+    again = f", {times:,g} times each," if times > 1 else ""
+    pairs = (
+        f"Stage I saw {size['pairs']:,} pairs here{again} and {size['paper_pairs']:,} in the paper"
+    )
     if size["share"] >= 0.1:
         return [f"Scale: {pairs}."]
-    times = f"{1 / size['share']:,.0f} times as many"
-    return [f"Scale: {pairs}, {times}. The paper measured its early lead at that scale."]
+    more = f"{1 / size['share']:,.0f} times as many"
+    return [f"Scale: {pairs}, {more}. The paper measured its early lead at that scale."]
 
 
 def _first_seed(report):
