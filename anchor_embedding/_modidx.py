@@ -2128,6 +2128,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/model/text.py'),
                                              'anchor_embedding.model.text.TextTokenizer.config': ( 'model/text.html#texttokenizer.config',
                                                                                                    'anchor_embedding/model/text.py'),
+                                             'anchor_embedding.model.text.TextTokenizer.room': ( 'model/text.html#texttokenizer.room',
+                                                                                                 'anchor_embedding/model/text.py'),
                                              'anchor_embedding.model.text.TextTokenizer.with_length': ( 'model/text.html#texttokenizer.with_length',
                                                                                                         'anchor_embedding/model/text.py'),
                                              'anchor_embedding.model.text.TokenizedText': ( 'model/text.html#tokenizedtext',
