@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli.main import main
+from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
+from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.model.base import resolve_base
 
 
@@ -223,6 +225,22 @@ def cached(tmp_path, monkeypatch):
     (folder / "refs/main").write_text("one")
     (folder / "snapshots/one/config.json").write_text("{}")
     return folder
+
+
+def test_an_adapter_on_the_hub_has_a_revision_which_is_of_its_base_too(cached):
+    folder = cached.with_name("models--me--adapter")
+    for part in ("refs", "snapshots/two"):
+        (folder / part).mkdir(parents=True)
+    (folder / "refs/main").write_text("two")
+    settings = {"base_model_name_or_path": "me/model"}
+    (folder / "snapshots/two/adapter_config.json").write_text(json.dumps(settings))
+    adapter = model_revision("me/adapter")
+    assert model_revision("me/model") == "one" and len({adapter, "one", "two"}) == 3
+    (cached / "snapshots/one").rename(cached / "snapshots/three")
+    (cached / "refs/main").write_text("three")
+    assert model_revision("me/adapter") != adapter
+    with pytest.raises(InputError, match="there is no model 'me/nothing'"):
+        model_revision("me/nothing")
 
 
 def test_the_hub_is_asked_for_settings_even_if_older_ones_are_cached(cached, monkeypatch, tmp_path):

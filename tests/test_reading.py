@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GenerationConfig
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import MODEL_KINDS, tiny_model, tiny_tokenizer
@@ -23,8 +24,9 @@ from anchor_embedding.embed.reading import (
     reading_report,
     reconstruction_losses,
 )
-from anchor_embedding.model.loading import add_lora, merge_lora
+from anchor_embedding.model.loading import add_lora, load_decoder, merge_lora
 from anchor_embedding.model.packing import pack
+from anchor_embedding.study.architectures import tiny_random_model
 
 LOAD = {"dtype": "float32", "device": "cpu"}
 PAIRS = [
@@ -105,6 +107,21 @@ def test_every_architecture_from_disk(kind, tmp_path):
     assert together == plain == embedder_readings(embedder, texts, decode_opening="encode")
     assert together == [embedder_readings(embedder, [text])[0] for text in texts]
     assert embedder_readings(embedder, texts, decode_opening="none") != together
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "jetmoe"])
+def test_attentions_that_view_their_result_write_what_transformers_writes(kind, tmp_path):
+    plain = tiny_random_model(kind).eval()
+    plain.save_pretrained(tmp_path)
+    decoder = load_decoder(str(tmp_path))
+    anchors = torch.randn(3, decoder.hidden_size, generator=torch.Generator().manual_seed(0))
+    opening = plain.get_input_embeddings()(torch.tensor([[7, 8]] * 3))
+    expected = plain.generate(
+        inputs_embeds=torch.cat([opening, anchors[:, None] / decoder.embedding_scale], dim=1),
+        attention_mask=torch.ones(3, 3, dtype=torch.int64),
+        generation_config=GenerationConfig(max_new_tokens=6, eos_token_id=None, pad_token_id=0),
+    )
+    assert generate(decoder, anchors, 6, before=[7, 8]) == expected.tolist()
 
 
 def embedder_readings(embedder, texts, **settings):

@@ -179,6 +179,24 @@ def test_the_fingerprint_is_of_the_data_alone(tmp_path):
     assert local_tasks(tmp_path)[0].metadata.revision == data_fingerprint(folder)
 
 
+def test_files_of_an_editor_are_no_data(tmp_path):
+    """A backup beside the data, and the byte order mark that some editors write."""
+    folder = write(tmp_path / "Mine", pairs=[PAIR])
+    before = data_fingerprint(folder)
+    for backup in ("pairs.jsonl~", "pairs.jsonl.bak", "train.jsonl.swp"):
+        (folder / backup).write_text("old")
+    (folder / "meta.json").write_bytes(b'\xef\xbb\xbf{"note": "made by hand"}')
+    (task,) = local_tasks(tmp_path)
+    assert data_fingerprint(folder) == before
+    assert task.metadata.description.endswith("made by hand")
+
+
+def test_files_of_another_format_are_not_passed_over(tmp_path):
+    folder = write(tmp_path / "Mine", pairs=[PAIR])
+    (folder / "pairs.jsonl").rename(folder / "pairs.csv")
+    assert "Mine: its files and the fields of their rows match no kind of task" in fault(tmp_path)
+
+
 def test_a_stand_in_says_that_it_is_none_of_mtebs(tmp_path):
     folder = write(tmp_path / "sts" / "Mine", pairs=[PAIR])
     (folder / "meta.json").write_text('{"note": "made by hand", "instruction": "Find the same"}')

@@ -29,7 +29,7 @@ from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.embed.shared import SharedEmbedder
-from anchor_embedding.model.loading import load_decoder
+from anchor_embedding.model.loading import add_lora, load_decoder
 from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
 from anchor_embedding.objectives.reconstruction import Reconstruction
@@ -723,6 +723,24 @@ def test_an_adapter_names_its_base_by_the_whole_path(base, pairs, tmp_path, monk
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == str(base)
     monkeypatch.chdir(tmp_path)
     load_embedder(tmp_path / "run" / "step-000003")
+
+
+def test_an_adapter_keeps_its_base_when_the_working_folder_changes(base, tmp_path, monkeypatch):
+    """Between loading and saving; also on top of another adapter."""
+
+    def base_of_adapter(below, folder):
+        monkeypatch.chdir(below.parent)
+        embedder = load_embedder(below.name, "float32", "cpu")
+        add_lora(embedder.decoder, rank=2, alpha=4)
+        monkeypatch.chdir(tmp_path)
+        embedder.save_pretrained(folder)
+        return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+    first = tmp_path / "adapters" / "first"
+    second = tmp_path / "adapters" / "second"
+    assert base_of_adapter(base, first) == str(base)
+    assert base_of_adapter(first, second) == str(first)
+    load_embedder(second, "float32", "cpu")
 
 
 def test_a_finished_run_is_finished_again_and_a_model_is_saved_over_itself(base, pairs, tmp_path):

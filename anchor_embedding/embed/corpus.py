@@ -115,11 +115,12 @@ def _difference(old: dict, new: dict) -> str | None:
         return "they were made by another model"
     if old["text"] != new["text"]:
         return "their texts were read with other settings of the model"
-    for name, value in new["settings"].items():
-        if old["settings"].get(name) != value:
-            return f"{name} was {old['settings'].get(name)!r} and is now {value!r}"
-    if (old["documents"], old["digest"]) != (new["documents"], new["digest"]):
+    others = [name for name, now in new["settings"].items() if old["settings"].get(name) != now]
+    other_texts = (old["documents"], old["digest"]) != (new["documents"], new["digest"])
+    if other_texts and others in ([], ["shard_size"]):  # it usually follows from the documents
         return f"they are of other documents ({old['documents']:,}, now {new['documents']:,})"
+    for name in others:
+        return f"{name} was {old['settings'].get(name)!r} and is now {new['settings'][name]!r}"
     for name, other in (
         ("revision", "by other weights of this model, or in another dtype"),
         ("dtype", "with products in another dtype"),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTINGS_FILE', 'CARD', 'CHUNK_TEXTS', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts', 'one_for_each',
-           'encode_texts', 'own_files', 'read_tokenizer', 'name_whole_path', 'write_embedder', 'write_settings',
+           'encode_texts', 'own_files', 'read_tokenizer', 'name_base', 'write_embedder', 'write_settings',
            'read_settings', 'load_pause_tokens', 'load_embedder']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
@@ -312,9 +312,18 @@ def read_tokenizer(
     return load_tokenizer(bare if bare.is_dir() else name)
 
 # %% ../../nbs/embed/10_embedder.ipynb #13615604
-def name_whole_path(decoder: CausalDecoder) -> None:
-    "Make an adapter name the folder of its base by the whole path."
-    for adapter in getattr(decoder.model, "peft_config", {}).values():
+def name_base(decoder: CausalDecoder) -> None:
+    """Make an adapter name the folder of its base by the whole path. Raises `InputError` if another
+    adapter was merged into that base: then no folder has the weights that this one belongs to.
+    """
+    adapters = getattr(decoder.model, "peft_config", {})
+    if adapters and decoder.merged:
+        raise InputError(
+            "this adapter was trained on weights into which another one was merged, and which are "
+            "in no folder: merge this one too, with merge_lora, and save the whole model; or save "
+            "the model after the first merge, load that, and train the second adapter on it"
+        )
+    for adapter in adapters.values():
         # a relative path would name another model when it is read from another folder
         base = adapter.base_model_name_or_path
         if base and Path(base).is_dir():
@@ -328,7 +337,7 @@ def write_embedder(
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     "Write weights or adapter, tokenizer and settings."
-    name_whole_path(embedder.decoder)
+    name_base(embedder.decoder)
     own = {"pause_tokens": getattr(embedder.decoder, "pause_tokens", None)} | (weights or {})
     if (pause := own.pop("pause_tokens")) is not None:
         save_file({"pause_tokens": pause.detach().cpu().contiguous()}, folder / PAUSE_TOKENS)

@@ -122,9 +122,14 @@ def _folder_revision(folder: Path) -> str:
             )
     adapter = folder / "adapter_config.json"
     if adapter.exists():
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        digest.update(model_revision(base).encode())
+        digest.update(_base_revision(adapter).encode())
     return digest.hexdigest()[:16]
+
+
+def _base_revision(adapter: Path) -> str:
+    "The revision of the base that the settings of an adapter name."
+    settings = json.loads(adapter.read_text(encoding="utf-8"))
+    return model_revision(settings["base_model_name_or_path"])
 
 # %% ../../nbs/embed/20_encoders.ipynb #a63b3742
 def _vocabulary(tokenizer) -> dict:
@@ -152,8 +157,9 @@ def _tensor_revision(embedder: Embedder) -> str:
     """
     settings = [embedder.tokenizer.config(), embedder.pooling]
     config = json.loads(embedder.decoder.causal_lm.config.to_json_string())
-    # saving a model adds the name of its class
-    settings.append({key: config[key] for key in config if key != "architectures"})
+    # saving a model adds the name of its class; the version is that of the installed transformers
+    passing = ("architectures", "transformers_version")
+    settings.append({key: config[key] for key in config if key not in passing})
     template = embedder.tokenizer.template
     settings += [template.header, template.footer, template.eos_id]
     settings.append(_vocabulary(embedder.tokenizer.tokenizer))
@@ -185,13 +191,19 @@ def model_revision(
     from transformers.utils import cached_file
 
     try:
-        config = cached_file(str(model), "config.json")
+        # an adapter has no config.json
+        config = cached_file(
+            str(model), "config.json", _raise_exceptions_for_missing_entries=False
+        ) or cached_file(str(model), "adapter_config.json")
     except OSError as error:
         raise InputError(
             f"there is no model {str(model)!r}, neither a folder nor on the hub: "
             f"{first_line(error)}"
         ) from None
-    return re.search(r"snapshots/([^/]+)", str(config))[1]
+    commit = re.search(r"snapshots/([^/]+)", str(config))[1]
+    if Path(config).name == "config.json":
+        return commit
+    return hashlib.sha256(f"{commit} {_base_revision(Path(config))}".encode()).hexdigest()[:16]
 
 # %% ../../nbs/embed/20_encoders.ipynb #3b71bed8
 def find_devices(embedder: Embedder) -> list[torch.device]:

@@ -27,7 +27,7 @@ from anchor_embedding.embed.embedder import (
     CARD,
     Embedder,
     load_embedder,
-    name_whole_path,
+    name_base,
     write_settings,
 )
 from .onnx import check_packages, write_onnx
@@ -265,7 +265,7 @@ def _write_weights(
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
     elif adapter:
-        name_whole_path(embedder.decoder)
+        name_base(embedder.decoder)
         model.save_pretrained(folder)
     else:
         model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model

@@ -216,6 +216,7 @@ class Index:
     ) -> list[list[Hit]]:  # min(top, n) for each question, the nearest first
         "The documents nearest to every question, with some misses. Raises `InputError`."
         questions = check_questions(self.corpus, questions, top)
+        top = min(top, len(self.corpus))  # LanceDB reserves memory for `top` documents
         if probes < 1:
             raise InputError(f"probes = {probes}: search at least one partition")
         return [self._hits(question, top, min(probes, self.partitions)) for question in questions]
@@ -229,7 +230,7 @@ class Index:
 
     def _hits(self, question: np.ndarray, top: int, probes: int) -> list[Hit]:
         table = self._rows(question, top, probes)
-        while len(table) < min(top, len(self.corpus)) and probes < self.partitions:
+        while len(table) < top and probes < self.partitions:
             probes = min(2 * probes, self.partitions)
             table = self._rows(question, top, probes)
         rows = table.drop_columns("vector").to_pylist()

@@ -37,7 +37,8 @@ def _attend(module, query, key, value, scaling, dropout, window, softcap) -> tor
     # so that scores are float32 also where values are bfloat16
     query, key = (x.float() for x in (query, key))
     scale = scaling or query.shape[-1] ** -0.5
-    return plain_attention(query, key, value, hidden, scale, softcap=softcap).transpose(1, 2)
+    read = plain_attention(query, key, value, hidden, scale, softcap=softcap)
+    return read.transpose(1, 2).contiguous()  # some models call `view` on it
 
 
 def _next_logits(decoder: CausalDecoder, inputs: torch.Tensor, cache) -> torch.Tensor:

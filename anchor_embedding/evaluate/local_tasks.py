@@ -7,6 +7,7 @@ __all__ = ['Text', 'Label', 'Identifier', 'KINDS', 'Query', 'Document', 'ScoredP
            'ClusteredTexts', 'LabelledText', 'Kind', 'TaskNotes', 'data_fingerprint', 'open_tasks', 'task_size']
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #c9feff2b
+import codecs
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -246,7 +247,13 @@ def _check_kind(folder: Path, labels: set) -> None:
 
 
 def _clustering(folder: Path, tables: dict) -> dict:
-    _check_kind(folder, {label for labels in tables["test"]["labels"] for label in labels})
+    lines = tables["test"]["labels"]
+    _check_kind(folder, {label for labels in lines for label in labels})
+    if not any(1 < len(set(labels)) < len(labels) for labels in lines):
+        raise InputError(
+            f"{folder}: in every line all labels are the same, or all are different, and then "
+            "every model has the score 1; put all texts that are clustered together into one line"
+        )
     return tables
 
 
@@ -314,13 +321,24 @@ KINDS = {
     ),
 }
 
-_FILES = ("corpus", "queries", "qrels", "pairs", "train", "test")
+_STEMS = ("corpus", "queries", "qrels", "pairs", "train", "test")
+_FILES = {
+    f"{stem}{ending}{packed}": stem
+    for stem in _STEMS
+    for ending in (".jsonl", ".tsv")
+    for packed in ("", ".gz")
+}
 
 
 def _task_files(folder: Path) -> dict[Path, str]:
     "The files that a task is read from, with the first part of their names."
-    stems = {path: path.name.split(".")[0] for path in sorted(folder.iterdir())}
-    return {path: stem for path, stem in stems.items() if stem in _FILES and path.is_file()}
+    paths = [path for path in sorted(folder.iterdir()) if path.name in _FILES and path.is_file()]
+    return {path: _FILES[path.name] for path in paths}
+
+
+def _holds_task(folder: Path) -> bool:
+    "Whether a folder has a file of a task, also in another format, which `_kind` refuses."
+    return any(path.name.split(".")[0] in _STEMS and path.is_file() for path in folder.iterdir())
 
 
 def _kind(folder: Path) -> Kind:
@@ -352,7 +370,8 @@ def _read_notes(folder: Path) -> TaskNotes:
     "The notes of a task, empty without a `meta.json`. Raises `InputError` for a broken file."
     path = folder / "meta.json"
     try:
-        return TaskNotes.model_validate_json(path.read_bytes() if path.exists() else "{}")
+        content = path.read_bytes() if path.exists() else b"{}"
+        return TaskNotes.model_validate_json(content.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         raise InputError(f"{path}: {first_fault(error)}; correct it or remove the file") from None
 
@@ -457,7 +476,7 @@ def _task_folders(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; name the folder that holds your tasks")
     paths = [path for path in folder.glob("[!.]*/") if path.name not in KINDS]
-    paths = [path for path in paths if _task_files(path)]
+    paths = [path for path in paths if _holds_task(path)]
     for kind in KINDS:
         paths += folder.glob(f"{kind}/[!.]*/")
     folders = {}

@@ -44,6 +44,8 @@ class CausalDecoder(nn.Module):
         self.embedding_scale = 1.0
         self.logit_form = LogitForm()  # from the head's output to logits; found by `probe`
         self.attention = "causal"  # of the encode pass; see `set_attention`
+        # whether an adapter was merged in memory, so that the weights are in no folder
+        self.merged = False
         self.liger = 0  # number of modules that liger-kernel computes
 
     causal_lm = property(

@@ -368,6 +368,8 @@ def load_decoder(
     on_cpu = torch.device(device).type == "cpu"
     # loaded directly onto its device
     model = load_causal_lm(name, dtype, **({} if on_cpu else {"device_map": str(device)}))
+    if Path(name).is_dir():  # an adapter names it, perhaps saved from another working folder
+        model.name_or_path = str(Path(name).absolute())
     if dtype == "auto" and not _multiplies(model.dtype, compute_dtype):
         model = model.float()
     if not _multiplies(model.dtype, compute_dtype):
@@ -536,6 +538,7 @@ def merge_lora(decoder: CausalDecoder) -> CausalDecoder:
     """
     if hasattr(decoder.model, "peft_config"):
         decoder.model = decoder.model.merge_and_unload()
+        decoder.merged = True
     return decoder
 
 
@@ -577,5 +580,6 @@ def _load_adapter(folder, dtype, device, compute_dtype):
             "without it"
         ) from error
     # an adapter that is added to this model names it as its base
-    decoder.model.name_or_path = str(folder)
+    decoder.model.name_or_path = str(Path(folder).absolute())
+    decoder.merged = False  # that folder has the merged adapter too
     return decoder

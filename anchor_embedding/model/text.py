@@ -327,7 +327,7 @@ class TextTokenizer:
         tokenizer,
         # "auto", "plain", "chat", "released" (see `make_template`), or a ready `Template`
         template: str | Template = "auto",
-        max_length: int = 512,  # ids of the whole encode input, EOS included
+        max_length: int = 512,  # ids of the whole encode input, EOS included; can be set later
         eos_token: str | None = None,  # None: see `make_template`
         prompt: str = PROMPT,  # how an instruction and a text are joined
         # with template "released": truncation cuts the whole sequence, EOS first
@@ -350,17 +350,20 @@ class TextTokenizer:
                 "cut_eos is a fault of template 'released'; template "
                 f"{self.template.style!r} keeps its EOS: leave cut_eos out"
             )
-        end = 0 if cut_eos else len(self.template.footer) + 1
-        self.room = max_length - len(self.template.header) - end  # for instruction and body
         self._check_room()
 
     eos_id = property(lambda self: self.template.eos_id)  # the id that ends every sequence
+
+    @property
+    def room(self) -> int:
+        "The number of ids for instruction and body."
+        end = 0 if self.cut_eos else len(self.template.footer) + 1
+        return self.max_length - len(self.template.header) - end
 
     def with_length(self, max_length: int) -> "TextTokenizer":
         "The same with another maximum length. Raises `InputError` if it leaves no room for a body."
         other = copy.copy(self)
         other.max_length = max_length
-        other.room = self.room + max_length - self.max_length
         other._check_room()
         return other
 
@@ -376,9 +379,10 @@ class TextTokenizer:
         texts: list[str],  # n texts
         instruction: str | list[str | None] | None = None,  # one for all, or one for each text
     ) -> list[TokenizedText]:  # n, in the same order
-        """Tokenise `texts`. Raises `InputError` for a text that is not a string, or an instruction
-        that leaves no room for a body.
+        """Tokenise `texts`. Raises `InputError` for a text that is not a string, or a `max_length` or
+        an instruction that leaves no room for a body.
         """
+        self._check_room()  # `max_length` may have been set
         texts, instructions = _check_texts(texts, instruction)
         return _tokenize(self, texts, instructions) if texts else []
 

@@ -66,7 +66,10 @@ def worker_environment(
     """The environment of one process: that of the current process, with its rank and its share of
     the cores.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    cores = (  # macOS has no affinity
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    threads = max(1, cores // nproc)
     environment = {
         "OMP_NUM_THREADS": threads,
         "PYTHONFAULTHANDLER": 1,
