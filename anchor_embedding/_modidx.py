@@ -225,6 +225,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.source_commit': ( 'common/provenance.html#source_commit',
                                                                                                           'anchor_embedding/common/provenance.py'),
+                                                    'anchor_embedding.common.provenance.usable_cores': ( 'common/provenance.html#usable_cores',
+                                                                                                         'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.weights_digest': ( 'common/provenance.html#weights_digest',
                                                                                                            'anchor_embedding/common/provenance.py')},
             'anchor_embedding.common.scores': { 'anchor_embedding.common.scores.QueryScores': ( 'common/scores.html#queryscores',

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ..common.errors import InputError
 from ..common.files import atomic_file, cache_folder
+from ..common.provenance import usable_cores
 from .examples import Example
 from ..model.text import clean
 
@@ -368,10 +369,7 @@ def docstring_pairs(
                 f"no such packages: {', '.join(absent)}; give names as they are imported"
             )
         tops = {name: tops[name] for name in sorted(set(packages))}
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    workers = min(cores, 8) if workers is None else workers
+    workers = min(usable_cores(), 8) if workers is None else workers
     pairs = _package_pairs(tops, versions, cache, workers, say or (lambda text: None))
     heldout = _choose_heldout(heldout, pairs)
     seen = set()

@@ -119,7 +119,8 @@ def _difference(old: dict, new: dict) -> str | None:
     other_texts = (old["documents"], old["digest"]) != (new["documents"], new["digest"])
     if other_texts and others in ([], ["shard_size"]):  # it usually follows from the documents
         return f"they are of other documents ({old['documents']:,}, now {new['documents']:,})"
-    for name in others:
+    if others:
+        name = others[0]
         return f"{name} was {old['settings'].get(name)!r} and is now {new['settings'][name]!r}"
     for name, other in (
         ("revision", "by other weights of this model, or in another dtype"),

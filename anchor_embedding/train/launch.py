@@ -28,6 +28,7 @@ from torch.distributed import TCPStore
 
 from ..common.errors import InputError
 from ..common.progress import in_notebook, progress_bar
+from ..common.provenance import usable_cores
 from ..common.show import LossCurve, counted
 from ..model.ranks import STOP_SIGNALS
 from .overrides import override
@@ -66,10 +67,7 @@ def worker_environment(
     """The environment of one process: that of the current process, with its rank and its share of
     the cores.
     """
-    cores = (  # macOS has no affinity
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = max(1, cores // nproc)
+    threads = max(1, usable_cores() // nproc)
     environment = {
         "OMP_NUM_THREADS": threads,
         "PYTHONFAULTHANDLER": 1,
