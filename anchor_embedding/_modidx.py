@@ -840,6 +840,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._documents_there': ( 'embed/corpus.html#_documents_there',
                                                                                                    'anchor_embedding/embed/corpus.py'),
+                                               'anchor_embedding.embed.corpus._dtype_of_products': ( 'embed/corpus.html#_dtype_of_products',
+                                                                                                     'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._encode': ( 'embed/corpus.html#_encode',
                                                                                           'anchor_embedding/embed/corpus.py'),
                                                'anchor_embedding.embed.corpus._footer': ( 'embed/corpus.html#_footer',

@@ -792,7 +792,7 @@ def test_shards_of_another_model_are_refused(base, steady, many_cases, tmp_path)
     plain = Embedder.from_pretrained(base, template="plain")
     own = CosineScores(steady.encode, steady.encode)
     cases = {
-        "was encoded by another model": other,
+        "was encoded by another model or checkpoint": other,
         "was encoded with max_length 512, but this model reads with 20": shorter,
         "was encoded with template 'chat', but this model reads with 'plain'": plain,
         "CosineScores cannot be compared with its model": own,

@@ -72,6 +72,14 @@ def _known_vector(embedder: Embedder) -> np.ndarray:
     return embedder.encode(KNOWN_SENTENCE, normalize=True)
 
 
+def _dtype_of_products(embedder: Embedder) -> str | None:
+    "As in `torch.float32`; None for a stand-in for a model."
+    if not isinstance(embedder, Embedder):
+        return None
+    decoder = embedder.decoder
+    return str(decoder.compute_dtype or decoder.head.weight.dtype)
+
+
 def _sized(settings: CorpusSettings, documents: int) -> CorpusSettings:
     "The settings with a shard size: even a small corpus has shards for several processes."
     if settings.shard_size is not None:
@@ -104,9 +112,9 @@ def _identity(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _same_model(one: Sequence[float], other: Sequence[float]) -> bool:
+def _same_model(one: Sequence[float], other: Sequence[float], least: float = 0.999) -> bool:
     "Whether one model made both known vectors; devices and dtypes make a smaller difference."
-    return len(one) == len(other) and float(np.dot(one, other)) > 0.999
+    return len(one) == len(other) and float(np.dot(one, other)) > least
 
 
 def _difference(old: dict, new: dict) -> str | None:
@@ -239,10 +247,9 @@ def encode_corpus(
     settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
     if isinstance(embedder, Embedder):  # not a stand-in for one
-        decoder = embedder.decoder
         manifest["about"] |= {
             "revision": model_revision(embedder),
-            "dtype": str(decoder.compute_dtype or decoder.head.weight.dtype),
+            "dtype": _dtype_of_products(embedder),
         }
     if rank == 0:
         _begin(folder, manifest, resume)
@@ -483,13 +490,17 @@ class Corpus:
                 )
 
     def check_model(self, embedder: Embedder) -> None:
-        "Raise `InputError` unless this model made the vectors."
+        """Raise `InputError` unless this model made the vectors. Another checkpoint of the same
+        training is told from it in float32; in bfloat16 its difference may be that of two devices.
+        """
         reader = copy.copy(embedder)
         reader.tokenizer = reader.tokenizer.with_length(self.manifest["text"]["max_length"])
-        if not _same_model(self.manifest["known_vector"], _known_vector(reader)):
+        dtypes = {self.manifest.get("about", {}).get("dtype"), _dtype_of_products(embedder)}
+        least = 0.99999 if dtypes == {"torch.float32"} else 0.999
+        if not _same_model(self.manifest["known_vector"], _known_vector(reader), least):
             raise InputError(
-                f"{self.folder} was encoded by another model: its vectors and this model's cannot "
-                "be compared; name the model it was encoded with"
+                f"{self.folder} was encoded by another model or checkpoint: its vectors and this "
+                "model's cannot be compared; name the model it was encoded with"
             )
 
     def save_npy(self, path: str | os.PathLike) -> None:
