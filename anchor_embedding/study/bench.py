@@ -39,9 +39,11 @@ from anchor_embedding.study.peers import (
     CachedLoss,
     Engine,
     Textbook,
+    kernel_for,
     padded_vectors,
     sentence_transformer,
     tokens_of,
+    use_kernel,
 )
 from anchor_embedding.study.workload import (
     DOCUMENT,
@@ -126,7 +128,11 @@ def stage2(request: Request) -> Contest:
     peers = {}
     if has_sentence_transformers():
         peer = CachedLoss(recipe, engine)
-        settings = {"loss": type(peer.loss).__name__, "mini_batch_size": peer.micro_batch}
+        settings = {
+            "loss": type(peer.loss).__name__,
+            "mini_batch_size": peer.micro_batch,
+            "attention": kernel_for(peer.device, peer.dtype),
+        }
         peers["sentence-transformers"] = (peer.run, settings)
     return training_contest(request, engine, pairs, peers)
 
@@ -180,7 +186,9 @@ def their_encoder(request: Request) -> Callable[..., dict]:
     model = sentence_transformer(request.base, request.device, request.compute)
 
     def run(texts, exact=False):
-        model.to(torch.float32 if exact else request.compute)
+        dtype = torch.float32 if exact else request.compute
+        use_kernel(model, kernel_for(request.device, dtype))
+        model.to(dtype)
         return {"vectors": model.encode(texts, batch_size=ENCODE_BATCH, show_progress_bar=False)}
 
     return run
@@ -205,7 +213,11 @@ def encode(request: Request) -> Contest:
     settings = {"ours": {"batch_tokens": 8192}, "textbook": padded}
     if has_sentence_transformers():
         sides["sentence-transformers"] = their_encoder(request)
-        settings["sentence-transformers"] = {"batch_size": ENCODE_BATCH, "sorted": "by length"}
+        settings["sentence-transformers"] = {
+            "batch_size": ENCODE_BATCH,
+            "sorted": "by length",
+            "attention": kernel_for(request.device, request.compute),
+        }
     return Contest(
         work=texts,
         tokens=sum(lengths),

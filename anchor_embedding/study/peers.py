@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MICRO_BATCH', 'tokens_of', 'Engine', 'fill_adapters', 'rectangle', 'padded_vectors', 'padded_decode_loss', 'Peer',
-           'Textbook', 'sentence_transformer', 'same_adapters', 'CachedLoss']
+           'Textbook', 'kernel_for', 'use_kernel', 'sentence_transformer', 'same_adapters', 'CachedLoss']
 
 # %% ../../nbs/study/68_peers.ipynb #5f89314b
 import tempfile
@@ -177,6 +177,23 @@ class Textbook(Peer):
         return self.recipe.alpha * q2d + (1 - self.recipe.alpha) * d2q
 
 # %% ../../nbs/study/68_peers.ipynb #1eba5eea
+def kernel_for(
+    device: torch.device,
+    dtype: torch.dtype,  # of the matrix products
+) -> str:
+    "The attention that a user of sentence-transformers would choose."
+    flash = device.type == "cuda" and dtype != torch.float32 and find_spec("flash_attn")
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def use_kernel(model, kernel: str) -> None:
+    "Change the attention of a model of sentence-transformers, and whether it packs texts."
+    transformer = model[0]
+    if transformer.auto_model.config._attn_implementation != kernel:
+        transformer.auto_model.set_attn_implementation(kernel)
+        transformer.unpad_inputs = None  # looks at the attention again
+
+
 def sentence_transformer(
     base: str,
     device: torch.device,
@@ -185,13 +202,12 @@ def sentence_transformer(
     "A base model as a model of sentence-transformers."
     from sentence_transformers import SentenceTransformer
 
-    kernel = "flash_attention_2" if device.type == "cuda" and find_spec("flash_attn") else "sdpa"
     with tempfile.TemporaryDirectory() as folder:
         path = export_embedder(base, Path(folder) / "model")
         return SentenceTransformer(
             str(path),
             device=str(device),
-            model_kwargs={"dtype": dtype, "attn_implementation": kernel},
+            model_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
         )
 
 
@@ -240,6 +256,8 @@ class CachedLoss(Peer):
 
     def run(self, pairs: Sequence[Example], exact: bool = False) -> dict[str, float]:
         "One step. The backward pass repeats the forward pass, which must have the same dtype."
+        products = torch.float32 if exact else self.dtype
+        use_kernel(self.model, kernel_for(self.device, products))
         columns = zip(
             *((pair.query, pair.positive, pair.negatives[0]) for pair in pairs), strict=True
         )
