@@ -7,6 +7,7 @@ __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic
            'mean_cosine', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'same_text', 'HeldoutRetrieval']
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #f6b67f2d
+import copy
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 
@@ -284,6 +285,13 @@ class HeldoutRetrieval:
             [place[query]] if query in place.keys() - relevant[query].keys() else []
             for query in distinct
         ]
+
+    def with_texts(self, change: Callable[[str], str]) -> "HeldoutRetrieval":
+        "The same queries, documents and judgements with changed texts, such as cut ones."
+        other = copy.copy(self)
+        other.queries = [change(text) for text in self.queries]
+        other.documents = [change(text) for text in self.documents]
+        return other
 
     def ranks(self, query_vectors: np.ndarray, document_vectors: np.ndarray) -> list:
         "The ranks of every query's relevant documents, as `query_ndcg` takes them."

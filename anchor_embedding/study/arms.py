@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOOKS', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of', 'trained_instructions',
            'HeldoutEvaluation', 'one_row', 'evaluations', 'measured_work', 'run_arms', 'first_stage', 'base_embedder',
-           'untouched', 'figures_of', 'comparison', 'report_card']
+           'untouched', 'part_read', 'bm25_figures', 'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
 import json
@@ -32,6 +32,7 @@ from ..embed.vectors import unit
 from ..evaluate.heldout import SplitPairs
 from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
 from ..model.shape import read_shape
+from ..model.text import TextTokenizer
 from anchor_embedding.study.duration import (
     REST,
     Job,
@@ -42,7 +43,7 @@ from anchor_embedding.study.duration import (
     work_of_arms,
 )
 from ..train.pipeline import Pipeline, from_toml
-from ..train.prepare import instructions_record
+from ..train.prepare import instructions_record, prepare_tokenizer
 from ..train.recipe import Recipe
 from ..train.runs import check_changes, read_log
 from ..train.stage import train
@@ -357,6 +358,32 @@ def untouched(
     return one_row(evaluate(base_embedder(first, base, datasets)))
 
 
+def part_read(tokenizer: TextTokenizer, text: str) -> str:
+    "The part of a text that a model reads, without an instruction; the text if that is all of it."
+    read = tokenizer([text])[0].body
+    whole = tokenizer.with_length(10**9)([text])[0].body
+    return text if len(read) == len(whole) else tokenizer.tokenizer.decode(read)
+
+
+def bm25_figures(heldout: HeldoutRetrieval, tokenizer: TextTokenizer) -> tuple[dict, dict]:
+    """The figures of BM25 for a report, and its ranks: `bm25` on whole texts, and if a model with this
+    tokenizer reads less of them, `bm25_cut` on what it reads, with the shares of texts that are cut.
+    """
+    figures = {"bm25": heldout.bm25()}
+    ranks = {"bm25": heldout.bm25_ranks()}
+    read = heldout.with_texts(partial(part_read, tokenizer))
+    sides = {"queries": (heldout.queries, read.queries)}
+    sides |= {"documents": (heldout.documents, read.documents)}
+    cut = {
+        side: float(np.mean([one != other for one, other in zip(*texts, strict=True)]))
+        for side, texts in sides.items()
+    }
+    if any(cut.values()):
+        figures |= {"bm25_cut": read.bm25(), "cut": {"max_length": tokenizer.max_length} | cut}
+        ranks["bm25_cut"] = read.bm25_ranks()
+    return figures, ranks
+
+
 def figures_of(row: dict) -> dict:
     "An evaluation without what belongs to single queries."
     return {key: value for key, value in row.items() if key not in ("ranks", "hits")}
@@ -370,8 +397,11 @@ def comparison(
 ) -> dict:
     """The part of a report that compares arms: `arms`, the mean curves; `by_seed`, with several
     seeds, those of each; figures of `base` and `bm25`; `ranks` at the last evaluations, `clusters`.
+    Where texts are cut before they are read, `bm25_cut` is BM25 on the same parts of them.
     """
     heldout = evaluate.heldout
+    last = [*next(iter(arms.values())).stages.values()][-1]
+    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last, base))
     curves = {
         str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in same_seed.items()}
         for seed, same_seed in rows.items()
@@ -390,8 +420,8 @@ def comparison(
         "arms": mean_of([*curves.values()]),
         **({"by_seed": curves} if len(curves) > 1 else {}),
         "base": {key: value for key, value in figures_of(start).items() if key != "seconds"},
-        "bm25": heldout.bm25(),
-        "ranks": ranks | {"base": start["ranks"], "bm25": heldout.bm25_ranks()},
+        **bm25,
+        "ranks": ranks | {"base": start["ranks"]} | bm25_ranks,
         "clusters": heldout.clusters,
     }
 

@@ -28,6 +28,7 @@ COLOURS = {
     "anchor": "#D55E00",
     "base": "#999999",
     "bm25": "#000000",
+    "bm25_cut": "#000000",
     # ablations: Stage I in one direction; Stage I alone
     "only_q2d": "#009E73",
     "only_d2q": "#CC79A7",
@@ -76,7 +77,7 @@ def style():
 
 
 def colour(
-    arm: str,  # name of an arm, "base" or "bm25"
+    arm: str,  # name of an arm, "base", "bm25" or "bm25_cut"
     # all arms of the plot, so that up to seven without a fixed colour get different ones
     arms=(),
 ) -> str:
@@ -102,6 +103,7 @@ METRICS = {"ndcg_at_10": "nDCG@10", "recall_at_1": "recall@1", "mrr": "MRR"}
 LABELS = {
     "base": "untouched model",
     "bm25": "BM25",
+    "bm25_cut": "BM25 on what is read",
     "baseline": "baseline: Stage II",
     "anchor": "anchor: Stages I and II",
 }
@@ -261,7 +263,13 @@ def _last_stages(report):
 def _reference_lines(axes, report, metric):
     "Draw BM25 and the untouched model, and start the y axis at zero; returns their end labels."
     labels = []
-    for key, dashes, name in (("bm25", "--", "BM25"), ("base", ":", "untouched")):
+    whole = "BM25, whole texts" if report.get("bm25_cut") else "BM25"
+    references = (
+        ("bm25", "--", whole),
+        ("bm25_cut", "-.", "BM25 on what is read"),
+        ("base", ":", "untouched"),
+    )
+    for key, dashes, name in references:
         if report.get(key):
             value = report[key][metric]
             axes.axhline(value, color=COLOURS[key], linestyle=dashes, linewidth=1.4)

@@ -65,7 +65,7 @@ def results_table(
 ) -> pd.DataFrame:  # rows: untouched model, BM25, the arms; columns: nDCG@10, recall@1, MRR
     "Retrieval scores of the untouched model, BM25 and every arm at its last evaluation."
     last = {arm: curve[-1] for arm, curve in report["arms"].items() if curve}
-    rows = {key: report[key] for key in ("base", "bm25") if report.get(key)} | last
+    rows = {key: report[key] for key in ("base", "bm25", "bm25_cut") if report.get(key)} | last
     return _table(rows, METRICS)
 
 
@@ -93,7 +93,7 @@ def stages_table(
 # %% ../../nbs/study/20_report.ipynb #cd791bf6
 def seed_figures(
     report: dict,  # see `read_report`
-    name: str,  # of an arm, "base" or "bm25"
+    name: str,  # of an arm, "base", "bm25" or "bm25_cut"
 ) -> np.ndarray | None:  # (seeds, queries), one row for one run; None without ranks
     "nDCG@10 of every held-out query in every run of an arm, seeds in the same order for every arm."
     ranks = report.get("ranks", {}).get(name)
@@ -124,7 +124,7 @@ def _last(report, key):
 def against(
     report: dict,  # see `read_report`
     arms: list,  # names
-    reference: str,  # an arm, "base" or "bm25"
+    reference: str,  # an arm, "base", "bm25" or "bm25_cut"
 ) -> dict[str, Difference]:
     """Each arm's nDCG@10 at the last evaluation minus the reference's, compared query by query when
     the report has ranks. Raises `InputError` for arms that were not run with the same seeds.
@@ -248,10 +248,22 @@ def _other_arms(report):
 
 
 def _references(report):
-    "The arms against BM25 and against the untouched model."
+    "The arms against BM25, first on what the models read, and against the untouched model."
     lines = []
     arms = [arm for arm, curve in report["arms"].items() if curve]
-    for key, name in (("bm25", "BM25, which needs no training,"), ("base", "The untouched model")):
+    names = {"bm25": "BM25, which needs no training,", "base": "The untouched model"}
+    if cut := report.get("cut"):
+        tokens = cut["max_length"]
+        lines.append(
+            f"The models read at most {tokens} tokens of a text (max_length), which cuts "
+            f"{cut['queries']:.0%} of the held-out queries and {cut['documents']:.0%} of the documents."
+        )
+        names = {
+            "bm25_cut": "On the same parts of the texts, BM25, which needs no training,",
+            "bm25": "On whole texts, of which the models do not read all, BM25",
+            "base": names["base"],
+        }
+    for key, name in names.items():
         if report.get(key):
             score = f"{name} has nDCG@10 {report[key]['ndcg_at_10']:.3f}."
             compared = _beside(against(report, arms, key))  # "" when no arm was evaluated

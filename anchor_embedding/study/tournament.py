@@ -266,7 +266,7 @@ def tournament(
     return publish(report, out, say)
 
 # %% ../../nbs/study/60_tournament.ipynb #389e29c6
-REFERENCES = ("base", "bm25")
+REFERENCES = ("base", "bm25", "bm25_cut")
 
 
 def differences(
@@ -290,9 +290,10 @@ def differences(
     for reference in figures.keys() - set(arms):
         compared = compare_with({arm: -figures[arm] for arm in arms}, -figures[reference], clusters)
         by_pair |= {(reference, arm): one for arm, one in compared.items()}
-    if all(name in figures for name in REFERENCES):
-        one, other = figures["bm25"][0], figures["base"][0]
-        by_pair["bm25", "base"] = paired_bootstrap(one, other, clusters=clusters)
+    known = [name for name in figures if name in REFERENCES]
+    for second, first in itertools.combinations(known, 2):
+        one, other = figures[first][0], figures[second][0]
+        by_pair[first, second] = paired_bootstrap(one, other, clusters=clusters)
 
     def scores(b, one):
         return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
@@ -323,7 +324,7 @@ def standings(report: dict) -> pd.DataFrame:
     """
     table = results_table(report)
     first = next(iter(report["arms"]))
-    names = ["base", "bm25", *report["arms"]]
+    names = [name for name in REFERENCES if report.get(name)] + [*report["arms"]]
 
     def shown(d):
         if d.p is None:
@@ -346,7 +347,7 @@ def standings(report: dict) -> pd.DataFrame:
         cells[task] = {name: f"{of[task]:.3f}" for name, of in tasks.items() if task in of}
     for column, values in cells.items():
         table[column] = [values.get(name, "–") for name in names]
-    table.index = [LABELS[name] if name in ("base", "bm25") else name for name in names]
+    table.index = [LABELS[name] if name in REFERENCES else name for name in names]
     return table.rename_axis("contestant")
 
 

@@ -143,7 +143,7 @@ def _arms_text(pipeline):
 
 # %% ../../nbs/train/12_pipeline.ipynb #ba7e1b61
 # files and folders beside the models of a pipeline's arms, and other rows of its report
-RESERVED = ("base", "bm25", "runs", "vectors")
+RESERVED = ("base", "bm25", "bm25_cut", "runs", "vectors")
 
 
 def check_run_folders(arms: Mapping[str, Iterable[str]]) -> None:  # name → stages
