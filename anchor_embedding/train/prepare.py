@@ -503,7 +503,7 @@ def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
 
 # %% ../../nbs/train/35_prepare.ipynb #e94c0543
 USABLE = {"cuda": 1 - FREE, "cpu": 0.4}  # share of the free memory that a plan may fill
-CPU_BUDGET = 8192  # tokens; the largest budget that was measured on a CPU
+CPU_BUDGET = 8000  # tokens; about the largest budget that was measured on a CPU
 
 
 def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape:
