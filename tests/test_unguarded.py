@@ -30,6 +30,7 @@ from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.embed.shared import SharedEmbedder
 from anchor_embedding.model.loading import add_lora, load_decoder
+from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
 from anchor_embedding.objectives.reconstruction import Reconstruction
@@ -647,6 +648,18 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
     train(following, tmp_path / "next", progress=False, say=said.append)
     notes = [line for line in said if line.startswith("note: the base was trained with")]
     assert [note.split(" = ")[0].rsplit(" ", 1)[1] for note in notes] == ["attention", "pooling"]
+    table = tmp_path / "asked.csv"
+    table.write_text("dataset,instruction,symmetric\npairs,Find it.,0\n")
+    saved = load_embedder(base, soft_tokens=SoftTokens(steps=1), pooling="mean")
+    saved.instructions = "paper"
+    saved.save_pretrained(tmp_path / "soft")
+    read = small(tmp_path / "soft", pairs, objective="contrastive", pooling="mean")
+    asked = read.replace(instructions=str(table), prompt="{instruction} | {text}")
+    for recipe, wanted in ((read, ["soft"]), (asked, ["prompt", "soft"])):
+        said.clear()
+        prepare_embedder(recipe, torch.device("cpu"), say=said.append)
+        notes = [line.split("trained with ")[1] for line in said if line.startswith("note: ")]
+        assert [note.split()[0] for note in notes] == wanted
 
 
 def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monkeypatch):

@@ -475,12 +475,19 @@ def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:
     "Say that a base made here was trained to be read in another way than this recipe reads it."
     saved = read_settings(base)
     here = {"attention": recipe.attention, "pooling": recipe.pooling, "template": template}
+    if "none" not in (recipe.instructions, saved.get("instructions") or "none"):
+        here["prompt"] = recipe.prompt
     for name, value in here.items():
         if saved.get(name, value) != value:
             say(
                 f"note: the base was trained with {name} = {saved[name]!r}, and this recipe has "
                 f"{value!r}; set {name} to keep it"
             )
+    if "soft_tokens" in saved and not recipe.objective.soft_tokens:
+        say(
+            "note: the base was trained with soft tokens, and this recipe has none; take "
+            "objective = 'refinement' to keep them"
+        )
 
 
 def _add_pause_tokens(decoder, recipe: Recipe, steps: int, start, base: str, say) -> None:
