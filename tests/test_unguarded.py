@@ -36,7 +36,12 @@ from anchor_embedding.objectives.distilled_reconstruction import DistilledRecons
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.train.loop import learning_rate
-from anchor_embedding.train.prepare import make_data, prepare_embedder, prepare_tokenizer
+from anchor_embedding.train.prepare import (
+    base_shape,
+    make_data,
+    prepare_embedder,
+    prepare_tokenizer,
+)
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.runs import RunFolder
 from anchor_embedding.train.stage import open_run, train
@@ -660,6 +665,14 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
         prepare_embedder(recipe, torch.device("cpu"), say=said.append)
         notes = [line.split("trained with ")[1] for line in said if line.startswith("note: ")]
         assert [note.split()[0] for note in notes] == wanted
+
+
+def test_the_memory_of_an_adapter_is_that_of_its_base(base, pairs, tmp_path):
+    tuned = load_embedder(base)
+    add_lora(tuned.decoder, 2, 4, 0.0, ("q_proj",))
+    tuned.save_pretrained(tmp_path / "run" / "final")
+    for place in (tmp_path / "run" / "final", tmp_path / "run"):
+        assert base_shape(small(place, pairs)) == base_shape(small(base, pairs))
 
 
 def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monkeypatch):

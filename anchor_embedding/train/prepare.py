@@ -77,6 +77,7 @@ from anchor_embedding.model.ranks import (
 )
 from ..model.soft_tokens import add_pause_tokens
 from ..model.text import TextTokenizer
+from .inputs import template_of, without_adapter
 from .recipe import AUTOMATIC, Recipe
 from anchor_embedding.train.runs import (
     read_tensors,
@@ -376,13 +377,7 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
     """
-    saved = read_settings(base)
-    template = recipe.template
-    if template == "auto":
-        template = saved.get("template", "auto")
-    eos_token = recipe.eos_token or None
-    if eos_token is None and template == saved.get("template"):  # each template has its own EOS
-        eos_token = saved["eos_token"]
+    template, eos_token = template_of(recipe, read_settings(base))
     return TextTokenizer(
         read_tokenizer(base), template, recipe.max_length, eos_token, prompt=recipe.prompt
     )
@@ -517,7 +512,7 @@ def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape
     "The shape of a recipe's base. Raises `InputError` for a base that the plan cannot handle."
     from transformers import AutoConfig
 
-    path = resolve_base(recipe.base, say).path
+    path = without_adapter(resolve_base(recipe.base, say).path)
     try:
         return shape_from_config(AutoConfig.from_pretrained(path).to_dict(), str(path))
     except (InputError, OSError, ValueError, KeyError) as error:
