@@ -604,6 +604,20 @@ def test_tokens_beyond_the_rows_of_the_model_are_refused(tmp_path):
         train(recipe, tmp_path / "more", some_pairs(8), progress=False, say=quiet)
 
 
+@pytest.mark.parametrize("returned", [None, [None], 0.5, {"step": 1, "figure": 2.0}])
+def test_an_evaluation_returns_figures_by_name(base, examples, pairs, tmp_path, returned):
+    recipe = small(base, pairs, eval_every=1)
+    with pytest.raises(InputError, match=r"`evaluate` returned .* figures by name, without `step`"):
+        train(
+            recipe,
+            tmp_path / "run",
+            examples,
+            evaluate=lambda embedder: returned,
+            progress=False,
+            say=quiet,
+        )
+
+
 PHI = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
     "{{ '<|end|>\n' }}{% endfor %}"
