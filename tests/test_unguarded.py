@@ -30,12 +30,18 @@ from anchor_embedding.embed.embedder import load_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.embed.shared import SharedEmbedder
 from anchor_embedding.model.loading import add_lora, load_decoder
+from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.train.loop import learning_rate
-from anchor_embedding.train.prepare import make_data, prepare_embedder, prepare_tokenizer
+from anchor_embedding.train.prepare import (
+    base_shape,
+    make_data,
+    prepare_embedder,
+    prepare_tokenizer,
+)
 from anchor_embedding.train.recipe import Recipe
 from anchor_embedding.train.runs import RunFolder
 from anchor_embedding.train.stage import open_run, train
@@ -598,6 +604,20 @@ def test_tokens_beyond_the_rows_of_the_model_are_refused(tmp_path):
         train(recipe, tmp_path / "more", some_pairs(8), progress=False, say=quiet)
 
 
+@pytest.mark.parametrize("returned", [None, [None], 0.5, {"step": 1, "figure": 2.0}])
+def test_an_evaluation_returns_figures_by_name(base, examples, pairs, tmp_path, returned):
+    recipe = small(base, pairs, eval_every=1)
+    with pytest.raises(InputError, match=r"`evaluate` returned .* figures by name, without `step`"):
+        train(
+            recipe,
+            tmp_path / "run",
+            examples,
+            evaluate=lambda embedder: returned,
+            progress=False,
+            say=quiet,
+        )
+
+
 PHI = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
     "{{ '<|end|>\n' }}{% endfor %}"
@@ -647,6 +667,26 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
     train(following, tmp_path / "next", progress=False, say=said.append)
     notes = [line for line in said if line.startswith("note: the base was trained with")]
     assert [note.split(" = ")[0].rsplit(" ", 1)[1] for note in notes] == ["attention", "pooling"]
+    table = tmp_path / "asked.csv"
+    table.write_text("dataset,instruction,symmetric\npairs,Find it.,0\n")
+    saved = load_embedder(base, soft_tokens=SoftTokens(steps=1), pooling="mean")
+    saved.instructions = "paper"
+    saved.save_pretrained(tmp_path / "soft")
+    read = small(tmp_path / "soft", pairs, objective="contrastive", pooling="mean")
+    asked = read.replace(instructions=str(table), prompt="{instruction} | {text}")
+    for recipe, wanted in ((read, ["soft"]), (asked, ["prompt", "soft"])):
+        said.clear()
+        prepare_embedder(recipe, torch.device("cpu"), say=said.append)
+        notes = [line.split("trained with ")[1] for line in said if line.startswith("note: ")]
+        assert [note.split()[0] for note in notes] == wanted
+
+
+def test_the_memory_of_an_adapter_is_that_of_its_base(base, pairs, tmp_path):
+    tuned = load_embedder(base)
+    add_lora(tuned.decoder, 2, 4, 0.0, ("q_proj",))
+    tuned.save_pretrained(tmp_path / "run" / "final")
+    for place in (tmp_path / "run" / "final", tmp_path / "run"):
+        assert base_shape(small(place, pairs)) == base_shape(small(base, pairs))
 
 
 def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monkeypatch):

@@ -327,7 +327,16 @@ def first_stage(arms: Mapping[str, Pipeline]) -> Recipe:
 
 
 # what decides the vectors of a base model
-LOOKS = ("template", "eos_token", "max_length", "pooling", "attention", "dtype", "instructions")
+LOOKS = (
+    "template",
+    "eos_token",
+    "max_length",
+    "prompt",
+    "pooling",
+    "attention",
+    "dtype",
+    "instructions",
+)
 
 
 def base_embedder(
@@ -335,10 +344,13 @@ def base_embedder(
     base: str | Path,
     datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
 ) -> Embedder:
-    "The untouched model that a recipe starts with."
-    settings = {key: getattr(recipe, key) for key in LOOKS}
+    """The untouched model that a recipe starts with, read as the recipe reads it: with the template
+    that training takes, the recipe's prompt, and without soft tokens that the base was trained with.
+    """
+    settings = {key: getattr(recipe, key) for key in ("pooling", "attention", "dtype")}
+    settings |= prepare_tokenizer(recipe, str(base)).config()
     settings |= instructions_record(recipe.instructions, datasets)
-    return Embedder.from_pretrained(base, **settings)
+    return Embedder.from_pretrained(base, soft_tokens=None, **settings)
 
 
 def untouched(

@@ -280,7 +280,9 @@ def decide(
         chosen = plain.replace(activation_checkpointing=too_large)
     if not automatic:
         return chosen
-    budget = min(largest_budget(chosen, shape, tokens, limit, processes), most) // 1000 * 1000
+    # only what follows from memory is rounded: a resumed run gives its own choice as `most`
+    fits = largest_budget(chosen, shape, tokens, limit, processes) // 1000 * 1000
+    budget = min(fits, most)
     return chosen.replace(
         token_budget=int(max(row, min(budget, row * (recipe.batch_size // processes))))
     )

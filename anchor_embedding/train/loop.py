@@ -198,6 +198,11 @@ def _evaluate(run: Training, step: int, evaluate) -> None:
     if evaluate:
         figures = evaluate(run.embedder)
         for line in figures if isinstance(figures, list) else [figures]:
+            if not isinstance(line, dict) or "step" in line:
+                raise InputError(
+                    f"`evaluate` returned {line!r:.100}: return figures by name, without `step`, "
+                    "as a dictionary or a list of dictionaries"
+                )
             run.folder.append("evals.jsonl", step=step, **line)
 
 

@@ -261,7 +261,7 @@ def from_toml(
     text is not valid TOML.
     """
     try:
-        doc = tomllib.loads(text)
+        doc = tomllib.loads(text.removeprefix("\ufeff"))  # a mark that some programs write
     except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise InputError(
             f"{source}: not TOML: {e}; text needs quotes, and a setting is `key = value`"

@@ -77,6 +77,7 @@ from anchor_embedding.model.ranks import (
 )
 from ..model.soft_tokens import add_pause_tokens
 from ..model.text import TextTokenizer
+from .inputs import template_of, without_adapter
 from .recipe import AUTOMATIC, Recipe
 from anchor_embedding.train.runs import (
     read_tensors,
@@ -376,13 +377,7 @@ def prepare_tokenizer(recipe: Recipe, base: str) -> TextTokenizer:
     """The text tokenizer of a recipe. Where the recipe leaves the template or EOS open, they are
     those of a base that was trained here. Raises `InputError`.
     """
-    saved = read_settings(base)
-    template = recipe.template
-    if template == "auto":
-        template = saved.get("template", "auto")
-    eos_token = recipe.eos_token or None
-    if eos_token is None and template == saved.get("template"):  # each template has its own EOS
-        eos_token = saved["eos_token"]
+    template, eos_token = template_of(recipe, read_settings(base))
     return TextTokenizer(
         read_tokenizer(base), template, recipe.max_length, eos_token, prompt=recipe.prompt
     )
@@ -475,12 +470,19 @@ def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:
     "Say that a base made here was trained to be read in another way than this recipe reads it."
     saved = read_settings(base)
     here = {"attention": recipe.attention, "pooling": recipe.pooling, "template": template}
+    if "none" not in (recipe.instructions, saved.get("instructions") or "none"):
+        here["prompt"] = recipe.prompt
     for name, value in here.items():
         if saved.get(name, value) != value:
             say(
                 f"note: the base was trained with {name} = {saved[name]!r}, and this recipe has "
                 f"{value!r}; set {name} to keep it"
             )
+    if "soft_tokens" in saved and not recipe.objective.soft_tokens:
+        say(
+            "note: the base was trained with soft tokens, and this recipe has none; take "
+            "objective = 'refinement' to keep them"
+        )
 
 
 def _add_pause_tokens(decoder, recipe: Recipe, steps: int, start, base: str, say) -> None:
@@ -503,14 +505,14 @@ def _load_adapter_weights(decoder: CausalDecoder, folder: Path) -> None:
 
 # %% ../../nbs/train/35_prepare.ipynb #e94c0543
 USABLE = {"cuda": 1 - FREE, "cpu": 0.4}  # share of the free memory that a plan may fill
-CPU_BUDGET = 8192  # tokens; the largest budget that was measured on a CPU
+CPU_BUDGET = 8000  # tokens; about the largest budget that was measured on a CPU
 
 
 def base_shape(recipe: Recipe, say: Callable[[str], None] = print) -> ModelShape:
     "The shape of a recipe's base. Raises `InputError` for a base that the plan cannot handle."
     from transformers import AutoConfig
 
-    path = resolve_base(recipe.base, say).path
+    path = without_adapter(resolve_base(recipe.base, say).path)
     try:
         return shape_from_config(AutoConfig.from_pretrained(path).to_dict(), str(path))
     except (InputError, OSError, ValueError, KeyError) as error:

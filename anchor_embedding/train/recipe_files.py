@@ -70,8 +70,7 @@ def _read(name_or_path, folder):
     if str(name_or_path) in shipped:
         return shipped[str(name_or_path)].read_text(encoding="utf-8"), Path(), str(name_or_path)
     try:
-        # with or without a byte order mark
-        return path.read_text(encoding="utf-8-sig"), path.parent, path.resolve()
+        return path.read_text(encoding="utf-8"), path.parent, path.resolve()
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the TOML file in it") from None
     except UnicodeDecodeError as e:

@@ -38,10 +38,21 @@ from .recipe import Recipe, RunSettings, recipe_from_dict
 
 # %% ../../nbs/train/30_runs.ipynb #a0f4c8b6
 def _json_line(name: str, values: dict) -> str:
-    "A line of a log. Raises `InputError` that names a figure which is not a finite number."
+    """A line of a log. A scalar of NumPy or torch is written as a number. Raises `InputError` that
+    names a figure which is not finite or which JSON does not know.
+    """
+    values = {
+        key: value.item() if getattr(value, "ndim", None) == 0 else value
+        for key, value in values.items()
+    }
     for key, value in values.items():
         try:
             json.dumps(value, allow_nan=False)
+        except TypeError as error:
+            raise InputError(
+                f"{name}: {key} cannot be written as JSON ({error}): return numbers, texts, or "
+                "lists or dictionaries of them"
+            ) from None
         except ValueError:
             shown = value if isinstance(value, float) else "not finite"
             raise InputError(
@@ -113,8 +124,8 @@ class RunFolder:
         "The folder of a step's checkpoint."
         return self.path / f"step-{step:06}"
 
-    def append(self, name: str, **values) -> None:
-        "Append one JSON line. Raises `InputError` for figures that are not finite."
+    def append(self, name: str, /, **values) -> None:
+        "Append one JSON line. Raises `InputError` for figures that JSON does not know."
         if self.main:
             line = _json_line(name, values)
             try:
