@@ -166,11 +166,11 @@ def whole_steps(axes, label: str) -> None:
 
 # %% ../../nbs/study/10_figures.ipynb #740d47c5
 def loss_names(objective: str) -> tuple[str, str]:
-    "The name of an objective's loss, and the unit that its nats are counted per."
+    'The name of an objective\'s loss, and the unit that its nats are counted per; "" if unknown.'
     try:
         kind = find_objective(objective)
     except InputError:  # an objective that is not installed here
-        return objective, "unit of its own"
+        return objective, ""
     return kind.title or objective, kind.unit
 
 
@@ -326,7 +326,8 @@ def plot_losses(
                         end = _draw_loss(axes, rows, part, ink, dashes, width)
                         labels.append((end, part.upper(), ink, False))
             name, unit = loss_names(stage_objective(report, keys[0]))
-            axes.set(title=f"{stage} ({name})", ylabel=f"loss (nats per {unit})")
+            words = f"loss (nats per {unit})" if unit else "loss"
+            axes.set(title=f"{stage} ({name})", ylabel=words)
             whole_steps(axes, "step")
             end_labels(axes, labels)
     return figure

@@ -265,8 +265,9 @@ def _pretext_losses(report):
     for key in pretext_rows(report):
         name, unit = loss_names(stage_objective(report, key))
         rows = report["losses"][key]
-        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f} nats per {unit}"
-        sentences.append(f"{key}: the {name} loss went {course}.")
+        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}"
+        words = f" nats per {unit}" if unit else ""
+        sentences.append(f"{key}: the {name} loss went {course}{words}.")
     return sentences
 
 
