@@ -353,11 +353,13 @@ def plot_anchor_gain(
         figure, (gain, cosine) = new_figure(2)
         labels = {gain: [], cosine: []}
         gain.axhline(0, color=INK, linewidth=0.8)
-        for key, rows in runs.items():
-            arm = key.rpartition("/")[0]
+        arms = [key.rpartition("/")[0] for key in runs]
+        # a stage has its own colour and name where another stage of its arm is drawn too
+        names = [key if arms.count(arm) > 1 else arm for key, arm in zip(runs, arms, strict=True)]
+        for name, rows in zip(names, runs.values(), strict=True):
             steps = [row["step"] for row in rows]
-            ink = colour(arm, report["arms"])
-            name = "" if len(runs) == 1 else f"{arm} "
+            ink = colour(name, [*report["arms"], *names])
+            prefix = "" if len(runs) == 1 else f"{name} "
             lines = [
                 (gain, f"anchor_gain_{part}", DIRECTIONS.get(part, "-"), part.upper())
                 for part in anchor_gains(rows[-1])
@@ -366,7 +368,9 @@ def plot_anchor_gain(
             for axes, field, dashes, text in lines:
                 values = [row.get(field, math.nan) for row in rows]
                 axes.plot(steps, values, color=ink, linestyle=dashes, marker="s", markersize=3)
-                labels[axes].append((values[-1], f"{name}{text}" if text else arm, ink, not text))
+                labels[axes].append(
+                    (values[-1], f"{prefix}{text}" if text else name, ink, not text)
+                )
         gain.set(title="Anchor gain", ylabel="nats per token")
         cosine.set(
             title="Mean cosine between random texts",
