@@ -16,7 +16,7 @@ from anchor_embedding.data.batches import BatchPlan
 from anchor_embedding.data.examples import Example
 from anchor_embedding.evaluate.heldout import SplitPairs
 from anchor_embedding.evaluate.significance import paired_bootstrap
-from anchor_embedding.study.budget import contestants, entrants_of, spend
+from anchor_embedding.study.budget import contestants, entrants_of, flops_per_step, spend
 from anchor_embedding.study.calibration import against_itself, same_method_runs
 from anchor_embedding.study.report import seed_figures
 from anchor_embedding.study.tournament import differences, tournament
@@ -195,6 +195,17 @@ def test_every_budget_gives_the_steps_it_pays_for(played, play, tmp_path, budget
             found["spent"]["baseline"]["stages"] == {"stage2": 7}
             and found["spent"]["gircse"]["stages"]["gircse"] < 7
         )
+
+
+def test_operations_are_those_of_the_texts_as_they_are_read(base):
+    (arm,) = contestants(["baseline"], small(base)).values()
+
+    def cost(times):
+        long = replace(ROWS[0], positive=" ".join(WORDS * times))
+        return flops_per_step(arm, str(base), [long, *ROWS[1:]])
+
+    # 32 tokens are read of the long document, in both cases
+    assert cost(1) == cost(30)
 
 
 def test_stages_keep_their_shares_and_the_rate_its_course():

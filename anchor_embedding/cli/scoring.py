@@ -61,7 +61,7 @@ def _fail_for(scored: list[dict]) -> None:
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60006
 def compare_command(args: argparse.Namespace) -> None:
-    "Compare scores with the paper's, by task and category."
+    "Compare scores with each other and with the paper's, by task and category."
     from anchor_embedding.evaluate.comparison import compare, same_base
 
     comparison = compare(args.scores, args.paper or same_base(args.scores))
@@ -109,7 +109,9 @@ def add_commands(commands) -> None:
         help="a scores.json, a folder written by `anchor eval`, or a run",
     )
     parser.option(
-        "--paper", "MODEL", "base model of the paper to compare with (default: that of the scores)"
+        "--paper",
+        "MODEL",
+        "base model of the paper to compare with (default: that of the scores, if the paper has it)",
     )
     parser.option(
         "--out", "FILE", "write the table as .md, .html, .tex, .csv or .txt", kind=user_path

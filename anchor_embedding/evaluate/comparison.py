@@ -39,7 +39,7 @@ class Comparison:
 
     ours: dict[str, pd.DataFrame]  # label → points, tasks × runs; NaN if a run lacks a task
     paper: pd.DataFrame  # points, 56 tasks × systems
-    model: str  # the paper's base model
+    model: str | None  # the paper's base model; None if `paper` has no systems
     remarks: tuple[str, ...] = ()  # notes on the scores, a sentence each
     mark: float = 1.0  # points; larger differences from the paper are marked
 
@@ -47,6 +47,8 @@ class Comparison:
         """The paper's system that one of our models is compared with: the one in its label. If no
         label names a system, the last one for all of them.
         """
+        if self.paper.empty:
+            return None
         named = {
             one: next(
                 (name for name in self.paper if name in re.findall("[a-z]+", one.lower())), None
@@ -193,7 +195,8 @@ def _remarks(groups) -> list[str]:
 def compare(
     # see `gather_scores`: files, folders, run folders, or {label: …}
     scores,
-    paper: str = "Llama-3.2-1B-Instruct",  # the paper's base model
+    # the paper's base model; None = ours alone
+    paper: str | None = "Llama-3.2-1B-Instruct",
     system: tuple = ("baseline", "anchor"),  # the paper's systems to show
     mark: float = 1.0,  # points; larger differences are marked
 ) -> Comparison:
@@ -201,12 +204,16 @@ def compare(
     model that cannot be used.
     """
     system = (system,) if isinstance(system, str) else tuple(system)
-    theirs = paper_scores(paper)
-    if not system or not set(system) <= set(theirs):
-        raise InputError(
-            f"the paper's systems are {' and '.join(theirs)}; got "
-            f"{', '.join(map(repr, system)) or 'none'}"
-        )
+    if paper is None:
+        theirs = pd.DataFrame(index=paper_tasks().index)
+        system = ()
+    else:
+        theirs = paper_scores(paper)
+        if not system or not set(system) <= set(theirs):
+            raise InputError(
+                f"the paper's systems are {' and '.join(theirs)}; got "
+                f"{', '.join(map(repr, system)) or 'none'}"
+            )
     everything = gather_scores(scores)
     groups = {}
     left_out = []
@@ -234,9 +241,9 @@ def compare(
 # %% ../../nbs/evaluate/54_comparison.ipynb #67036c97
 def same_base(
     scores,  # see `gather_scores`
-) -> str:  # the paper's base model
-    """The base model of Tables 14 and 15 that the scored models were trained from. Raises
-    `InputError` if there is none, or more than one.
+) -> str | None:  # the paper's base model
+    """The base model of Tables 14 and 15 that the scored models were trained from; None if there
+    is none. Raises `InputError` if there is more than one.
     """
     runs = [*chain.from_iterable(gather_scores(scores).values())]
     recipes = [run.get("about", {}).get("recipe") or {} for run in runs]
@@ -263,12 +270,7 @@ def same_base(
             f"the scored models have several bases ({', '.join(sorted(bases))}); compare those of "
             f"one base, or name the model to compare with: --paper {' or --paper '.join(matching)}"
         )
-    if matching:
-        return matching[0]
-    raise InputError(
-        f"the paper has no scores of {', '.join(sorted(bases))}; name the model to compare with: "
-        f"--paper {' or --paper '.join(models)}"
-    )
+    return matching[0] if matching else None
 
 # %% ../../nbs/evaluate/54_comparison.ipynb #befc65a4
 def both_arms(
@@ -292,6 +294,8 @@ def _text_table(
     for label in comparison.ours:
         spread = " ± " + rows[f"{label} sd"].map(number)
         table[label] = rows[label].map(number) + spread.replace(" ± –", "")
+        if comparison.paper.empty:
+            continue
         difference = rows[f"{label} − paper"]
         arrows = [difference > comparison.mark, difference < -comparison.mark]
         table[f"Δ {label}"] = np.select(arrows, ["▲ ", "▼ "], "") + difference.map(signed)
@@ -318,14 +322,16 @@ def _notes(comparison) -> list[str]:
         "Not in all of our runs, in no average": sorted((seen & {*known.index}) - {*common}),
         "Not in the paper, in no average": sorted(seen - {*known.index}),
     }
-    missing = known[~known.index.isin(seen)]
+    missing = known[~known.index.isin(seen)] if comparison.model else known[:0]
     for category, name in CATEGORIES.items():
         starred = missing.loc[missing["category"] == category, "subset15"].items()
         lists[f"Missing here, {name}"] = [task + "*" * is_in_15 for task, is_in_15 in starred]
-    lines = [
-        f"Points. Paper: {comparison.model}, Tables 14 and 15. Δ: {against}; ▲ ▼ where it is "
-        f"more than {comparison.mark:g}."
-    ]
+    lines = ["Points."]
+    if comparison.model:
+        lines[0] += (
+            f" Paper: {comparison.model}, Tables 14 and 15. Δ: {against}; ▲ ▼ where it is more "
+            f"than {comparison.mark:g}."
+        )
     if seeds:
         lines.append(f"Mean ± standard deviation of several runs ({', '.join(seeds)}).")
     if both_arms(comparison):
@@ -360,7 +366,9 @@ def _as_html(comparison) -> str:
 
 def _as_page(comparison) -> str:
     "The same as a complete HTML page."
-    title = f"Our scores and the paper's: {html.escape(comparison.model)}"
+    title = "Our scores"
+    if comparison.model:
+        title = f"Our scores and the paper's: {html.escape(comparison.model)}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta '
         f'charset="utf-8"><title>{title}</title><style>{CSS}</style></head>\n'

@@ -144,12 +144,21 @@ def other_data(one: dict, other: dict) -> list[str]:
     )
 
 
+def _common_label(names: list[str]) -> str:
+    "What the names of the runs of several seeds have in common; the first name if that is nothing."
+    if len(set(names)) == 1:
+        return names[0]
+    shared = set.intersection(*(set(re.split("[-_ ]+", name)) for name in names)) - {"seed"}
+    parts = re.findall("[-_ ]*[^-_ ]+", names[0])
+    common = "".join(part for part in parts if part.lstrip("-_ ") in shared)
+    return common.lstrip("-_ ") or names[0]
+
+
 def _group(named) -> dict[str, list[dict]]:
     """label → scores of its runs, from (scores, path) pairs. Runs of one recipe with different
     seeds share a label if they were scored with the same settings on the same data.
     """
-    groups = {}
-    keys = {}  # label → what its runs have in common
+    groups = []
     for scores, path in named:
         recipe = _recipe(scores, path) or {}
         name = run_label(scores, path)
@@ -157,17 +166,23 @@ def _group(named) -> dict[str, list[dict]]:
         method = scores.get("about", {}).get("lineage") or _identity(recipe)
         key = json.dumps([method, _setting(scores), step], sort_keys=True)
         seed = recipe.get("seed", scores.get("seed"))
-        for label, runs in groups.items():
-            new_seed = seed not in [run["seed"] for run in runs]
-            same_data = not any(other_data(scores, run) for run in runs)
-            if method and keys[label] == key and new_seed and same_data:
+        for group in groups:
+            new_seed = seed not in [run["seed"] for run in group["runs"]]
+            same_data = not any(other_data(scores, run) for run in group["runs"])
+            if method and group["key"] == key and new_seed and same_data:
                 break
         else:
-            numbered = (f"{name} ({number})" for number in count(2))
-            label = next(label for label in chain([name], numbered) if label not in groups)
-            keys[label] = key
-        groups.setdefault(label, []).append(scores | {"seed": seed})
-    return groups
+            group = {"key": key, "names": [], "runs": []}  # key: what its runs have in common
+            groups.append(group)
+        group["names"].append(name)
+        group["runs"].append(scores | {"seed": seed})
+    by_label = {}
+    for group in groups:
+        label = _common_label(group["names"])
+        numbered = (f"{label} ({number})" for number in count(2))
+        free = next(one for one in chain([label], numbered) if one not in by_label)
+        by_label[free] = group["runs"]
+    return by_label
 
 # %% ../../nbs/evaluate/52_scored.ipynb #d4668fc8
 def gather_scores(

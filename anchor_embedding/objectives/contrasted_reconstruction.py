@@ -28,6 +28,7 @@ class ContrastedReconstruction(Reconstruction):
 
     name: ClassVar[str] = "contrasted_reconstruction"
     title: ClassVar[str] = "reconstruction + InfoNCE"
+    unit: ClassVar[str] = "token + InfoNCE per query"
     paper: ClassVar[str] = ""
     follows_gradient: ClassVar[bool] = False  # part of it needs the whole batch
 

@@ -82,7 +82,7 @@ class Objective(Checked):
 
     name: ClassVar[str] = ""  # that of its module; objectives of other packages have none
     title: ClassVar[str] = ""  # name of its loss in reports
-    unit: ClassVar[str] = "pair"  # the loss is in nats per unit
+    unit: ClassVar[str] = "pair"  # the loss is in nats per unit; "" if it is not in nats
     paper: ClassVar[str] = ""  # shipped recipe against which deviations are listed
     uses_head: ClassVar[bool] = True  # the loss uses the vocabulary head
     # the texts of a batch compete, so it needs two pairs and GradCache

@@ -10,15 +10,17 @@ __all__ = ['NO_DIFFERENCE', 'EQUAL', 'BUDGETS', 'entrants_of', 'same_stages', 'c
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 # %% ../../nbs/study/58_budget.ipynb #b0d60004
 from ..common.errors import InputError
+from ..data.examples import Example
+from ..embed.embedder import read_tokenizer
 from ..evaluate.heldout import SplitPairs
 from .report import read_metrics
-from ..train.inputs import find_shape
+from ..train.inputs import find_shape, lengths_of
 from ..train.overrides import override
 from ..train.pipeline import EvaluationPlan, Pipeline, check_run_folders
 from ..train.plan import plan
@@ -155,13 +157,17 @@ def spend(
     return replace(entrant, stages=stages, evaluation=points)
 
 # %% ../../nbs/study/58_budget.ipynb #7f746e88
-def flops_per_step(entrant: Pipeline, base: str, lengths: Mapping[str, float]) -> dict[str, float]:
-    "Floating-point operations per step of every stage, see `plan`."
+def flops_per_step(entrant: Pipeline, base: str, train: Sequence[Example]) -> dict[str, float]:
+    """Floating-point operations per step of every stage, see `plan`, with the lengths of the texts
+    as the stage reads them: cut to its `max_length`, with its template and its instructions.
+    """
     shape = find_shape(base)[0]
-    return {
-        stage: sum(plan(recipe, mean_lengths=lengths, shape=shape).flops.values())
-        for stage, recipe in entrant.stages.items()
-    }
+    tokenizer = read_tokenizer(base)
+    costs = {}
+    for stage, recipe in entrant.stages.items():
+        lengths = lengths_of(recipe, train, tokenizer)
+        costs[stage] = sum(plan(recipe, mean_lengths=lengths, shape=shape).flops.values())
+    return costs
 
 
 def seconds_per_step(

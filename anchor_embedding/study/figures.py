@@ -168,11 +168,11 @@ def whole_steps(axes, label: str) -> None:
 
 # %% ../../nbs/study/10_figures.ipynb #740d47c5
 def loss_names(objective: str) -> tuple[str, str]:
-    "The name of an objective's loss, and the unit that its nats are counted per."
+    'The name of an objective\'s loss, and the unit that its nats are counted per; "" if unknown.'
     try:
         kind = find_objective(objective)
     except InputError:  # an objective that is not installed here
-        return objective, "unit of its own"
+        return objective, ""
     return kind.title or objective, kind.unit
 
 
@@ -334,7 +334,8 @@ def plot_losses(
                         end = _draw_loss(axes, rows, part, ink, dashes, width)
                         labels.append((end, part.upper(), ink, False))
             name, unit = loss_names(stage_objective(report, keys[0]))
-            axes.set(title=f"{stage} ({name})", ylabel=f"loss (nats per {unit})")
+            words = f"loss (nats per {unit})" if unit else "loss"
+            axes.set(title=f"{stage} ({name})", ylabel=words)
             whole_steps(axes, "step")
             end_labels(axes, labels)
     return figure
@@ -360,11 +361,13 @@ def plot_anchor_gain(
         figure, (gain, cosine) = new_figure(2)
         labels = {gain: [], cosine: []}
         gain.axhline(0, color=INK, linewidth=0.8)
-        for key, rows in runs.items():
-            arm = key.rpartition("/")[0]
+        arms = [key.rpartition("/")[0] for key in runs]
+        # a stage has its own colour and name where another stage of its arm is drawn too
+        names = [key if arms.count(arm) > 1 else arm for key, arm in zip(runs, arms, strict=True)]
+        for name, rows in zip(names, runs.values(), strict=True):
             steps = [row["step"] for row in rows]
-            ink = colour(arm, report["arms"])
-            name = "" if len(runs) == 1 else f"{arm} "
+            ink = colour(name, [*report["arms"], *names])
+            prefix = "" if len(runs) == 1 else f"{name} "
             lines = [
                 (gain, f"anchor_gain_{part}", DIRECTIONS.get(part, "-"), part.upper())
                 for part in anchor_gains(rows[-1])
@@ -373,7 +376,9 @@ def plot_anchor_gain(
             for axes, field, dashes, text in lines:
                 values = [row.get(field, math.nan) for row in rows]
                 axes.plot(steps, values, color=ink, linestyle=dashes, marker="s", markersize=3)
-                labels[axes].append((values[-1], f"{name}{text}" if text else arm, ink, not text))
+                labels[axes].append(
+                    (values[-1], f"{prefix}{text}" if text else name, ink, not text)
+                )
         gain.set(title="Anchor gain", ylabel="nats per token")
         cosine.set(
             title="Mean cosine between random texts",

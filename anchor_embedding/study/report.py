@@ -277,8 +277,9 @@ def _pretext_losses(report):
     for key in pretext_rows(report):
         name, unit = loss_names(stage_objective(report, key))
         rows = report["losses"][key]
-        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f} nats per {unit}"
-        sentences.append(f"{key}: the {name} loss went {course}.")
+        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}"
+        words = f" nats per {unit}" if unit else ""
+        sentences.append(f"{key}: the {name} loss went {course}{words}.")
     return sentences
 
 
@@ -322,25 +323,32 @@ def _by_direction(gains):
 
 def _in_proportion(row, gains, before):
     """The gains as a share of their ceiling, or of the loss when the row has no ceiling. A gain that
-    is not above the one `before` the stage, of either sign, does not show that it is used.
+    is not above the one `before` the stage, of either sign, or is below 1 % of the loss, does not
+    show that it is used.
     """
+    large = [name for name, gain in gains.items() if gain >= 0.01 * (row.get(name) or 0.0)]
+    risen = any(gains[name] > abs(before.get(name, 0.0)) for name in large)
     of_ceiling = [
         f"{row[key]:.1%} ({name.upper()})"
         for name in gains
         if row.get(key := f"share_of_ceiling_{name}") is not None
     ]
     if of_ceiling:
-        shares = " and ".join(of_ceiling)
-        return f": {shares} of what the whole text in the anchor's place would save"
+        words = (
+            f"{' and '.join(of_ceiling)} of what the whole text in the anchor's place would save"
+        )
+        if not large:
+            words += ", but less than 1% of the loss"
+        elif not risen:
+            words += ", but no more than before its first step"
+        return f": {words}"
     if not all(row.get(name) for name in gains):
         return ""  # a direction that is not trained has a gain and no loss
-    shares = {name: gain / row[name] for name, gain in gains.items()}
-    large = [name for name, share in shares.items() if share >= 0.01]
     words = "the decoder hardly uses the anchor"
     if large:
-        risen = any(gains[name] > abs(before.get(name, 0.0)) for name in large)
         words = "the decoder uses the anchor" if risen else "no more than before its first step"
-    return f": {words} ({max(shares.values()):.1%} of the loss at most)"
+    most = max(gain / row[name] for name, gain in gains.items())
+    return f": {words} ({most:.1%} of the loss at most)"
 
 # %% ../../nbs/study/20_report.ipynb #ea25165e
 def scale(

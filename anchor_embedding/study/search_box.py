@@ -104,6 +104,11 @@ def search_box(
     over = _over_corpus if isinstance(texts, Corpus | Index) else _over_texts
     searched, answer = over(embedder, texts, top, instruction)
     hint = f"<p>{searched}: type a query and press Enter</p>"
+    if instruction is None and embedder.instructions not in (None, "none"):
+        hint += (
+            "<p>this model was trained with instructions in front of queries; give one with "
+            "<code>search_box(…, instruction=…)</code></p>"
+        )
     box = ipywidgets.Text(placeholder="query", description="search", continuous_update=False)
     shown = ipywidgets.HTML(hint)
 

@@ -23,7 +23,7 @@ from ..common.errors import InputError
 from ..common.files import atomic_file, finite, write_json, write_text
 from ..common.settings import closest
 from ..data.examples import fingerprint
-from ..embed.embedder import Embedder, read_tokenizer
+from ..embed.embedder import Embedder
 from ..evaluate.heldout import SplitPairs, split_pairs
 from ..evaluate.scores import table_markdown
 from anchor_embedding.evaluate.significance import (
@@ -56,7 +56,6 @@ from anchor_embedding.study.budget import (
 )
 from .figures import LABELS, plot_tournament
 from .report import read_metrics, results_table, seed_figures
-from ..train.inputs import measured_lengths
 from ..train.pipeline import Pipeline
 from ..train.prepare import model_digest
 from ..train.recipe import Recipe
@@ -214,11 +213,9 @@ def tournament(
         "heldout": fingerprint(pairs.heldout),
         "alternative": alternative,
         "tasks": getattr(tasks, "depends_on", []),
-        "lengths": measured_lengths(pairs.train, read_tokenizer(base.path)),
     }
     flops = {
-        name: flops_per_step(entrant, base.path, asked["lengths"])
-        for name, entrant in entrants.items()
+        name: flops_per_step(entrant, base.path, pairs.train) for name, entrant in entrants.items()
     }
 
     def costs(entrant):
