@@ -111,7 +111,7 @@ def add_commands(commands) -> None:
     parser.option(
         "--paper",
         "MODEL",
-        "base model of the paper to compare with (default: that of the scores, if the paper has it)",
+        "base model of the paper to compare with (default: that of the scores, if it is there)",
     )
     parser.option(
         "--out", "FILE", "write the table as .md, .html, .tex, .csv or .txt", kind=user_path

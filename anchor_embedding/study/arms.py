@@ -345,7 +345,7 @@ def base_embedder(
     datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
 ) -> Embedder:
     """The untouched model that a recipe starts with, read as the recipe reads it: with the template
-    that training takes, the recipe's prompt, and without soft tokens that the base was trained with.
+    that training takes and the recipe's prompt, without soft tokens that the base was trained with.
     """
     settings = {key: getattr(recipe, key) for key in ("pooling", "attention", "dtype")}
     settings |= prepare_tokenizer(recipe, str(base)).config()
@@ -378,22 +378,21 @@ def part_read(tokenizer: TextTokenizer, text: str) -> str:
 
 
 def bm25_figures(heldout: HeldoutRetrieval, tokenizer: TextTokenizer) -> tuple[dict, dict]:
-    """The figures of BM25 for a report, and its ranks: `bm25` on whole texts, and if a model with this
-    tokenizer reads less of them, `bm25_cut` on what it reads, with the shares of texts that are cut.
+    """The figures of BM25 for a report, and its ranks: `bm25` on whole texts, and if a model with
+    this tokenizer reads less of them, `bm25_cut` on what it reads; `cut` has the shares of texts
+    that are cut.
     """
-    figures = {"bm25": heldout.bm25()}
     ranks = {"bm25": heldout.bm25_ranks()}
     read = heldout.with_texts(partial(part_read, tokenizer))
-    sides = {"queries": (heldout.queries, read.queries)}
-    sides |= {"documents": (heldout.documents, read.documents)}
-    cut = {
-        side: float(np.mean([one != other for one, other in zip(*texts, strict=True)]))
-        for side, texts in sides.items()
-    }
-    if any(cut.values()):
-        figures |= {"bm25_cut": read.bm25(), "cut": {"max_length": tokenizer.max_length} | cut}
-        ranks["bm25_cut"] = read.bm25_ranks()
-    return figures, ranks
+    cut = {}
+    for side in ("queries", "documents"):
+        texts = zip(getattr(heldout, side), getattr(read, side), strict=True)
+        cut[side] = float(np.mean([whole != part for whole, part in texts]))
+    if not any(cut.values()):
+        return {"bm25": rank_metrics(ranks["bm25"])}, ranks
+    ranks["bm25_cut"] = read.bm25_ranks()
+    figures = {name: rank_metrics(own) for name, own in ranks.items()}
+    return figures | {"cut": {"max_length": tokenizer.max_length} | cut}, ranks
 
 
 def figures_of(row: dict) -> dict:

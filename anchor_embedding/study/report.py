@@ -256,7 +256,8 @@ def _references(report):
         tokens = cut["max_length"]
         lines.append(
             f"The models read at most {tokens} tokens of a text (max_length), which cuts "
-            f"{cut['queries']:.0%} of the held-out queries and {cut['documents']:.0%} of the documents."
+            f"{cut['queries']:.0%} of the held-out queries and {cut['documents']:.0%} of the "
+            "documents."
         )
         names = {
             "bm25_cut": "On the same parts of the texts, BM25, which needs no training,",

@@ -289,8 +289,9 @@ def differences(
         by_pair |= {(reference, arm): one for arm, one in compared.items()}
     known = [name for name in figures if name in REFERENCES]
     for second, first in itertools.combinations(known, 2):
-        one, other = figures[first][0], figures[second][0]
-        by_pair[first, second] = paired_bootstrap(one, other, clusters=clusters)
+        by_pair[first, second] = paired_bootstrap(
+            figures[first][0], figures[second][0], clusters=clusters
+        )
 
     def scores(b, one):
         return {**asdict(one), "verdict": one.verdict, "words": f"{one.words(b)} ({one.sure()})"}
