@@ -282,6 +282,10 @@ def test_seeds_give_verdicts_and_several_contestants_holms():
     assert one_sided["better", "worse"] == one_sided["other", "worse"] == "ahead"
     bm25 = {(row["first"], row["second"]): row for row in differences(two | {"bm25": [10] * 20})}
     assert bm25["bm25", "better"]["difference"] < 0 and bm25["bm25", "better"]["seeds"] == 6
+    # references are compared with each other: the later minus the earlier one
+    three = differences(two | {"base": [50] * 20, "bm25": [10] * 20, "bm25_cut": [20] * 20})
+    between = {(row["first"], row["second"]): row["difference"] for row in three}
+    assert between["bm25", "base"] > 0 == between["bm25_cut", "base"] > between["bm25_cut", "bm25"]
 
 
 def test_runs_of_one_seed_share_their_batches(play, tmp_path):
