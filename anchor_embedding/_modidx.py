@@ -722,6 +722,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/embed/bm25.py'),
                                              'anchor_embedding.embed.bm25.Bm25.scores': ( 'embed/bm25.html#bm25.scores',
                                                                                           'anchor_embedding/embed/bm25.py'),
+                                             'anchor_embedding.embed.bm25._bm25s': ( 'embed/bm25.html#_bm25s',
+                                                                                     'anchor_embedding/embed/bm25.py'),
                                              'anchor_embedding.embed.bm25.words': ( 'embed/bm25.html#words',
                                                                                     'anchor_embedding/embed/bm25.py')},
             'anchor_embedding.embed.candidates': { 'anchor_embedding.embed.candidates.Bm25Scores': ( 'embed/candidates.html#bm25scores',

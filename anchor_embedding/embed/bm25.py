@@ -6,6 +6,7 @@
 __all__ = ['words', 'Bm25']
 
 # %% ../../nbs/embed/61_bm25.ipynb #48df9cc9
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,11 +20,24 @@ _UNSPACED = (
 _WORD = rf"[^\W{_UNSPACED}]{{2,}}|(?=[{_UNSPACED}])\w"
 
 
-def words(texts: Sequence[str]) -> list[list[str]]:
-    "The words of texts that BM25 counts; every Chinese or Japanese character is one."
+def _bm25s():
+    """The package. It would import JAX if that is installed, for a search that is not used here, and
+    JAX would take three quarters of a GPU's memory.
+    """
+    if "bm25s" not in sys.modules and "jax" not in sys.modules:
+        sys.modules["jax"] = None  # an import of it fails
+        try:
+            import bm25s
+        finally:
+            del sys.modules["jax"]
     import bm25s
 
-    return bm25s.tokenize(
+    return bm25s
+
+
+def words(texts: Sequence[str]) -> list[list[str]]:
+    "The words of texts that BM25 counts; every Chinese or Japanese character is one."
+    return _bm25s().tokenize(
         list(texts),
         token_pattern=_WORD,
         stopwords="english",
@@ -39,8 +53,7 @@ class Bm25:
         self,
         documents: Sequence[Sequence[str]],  # m lists of words, see `words`
     ):
-        import bm25s
-
+        bm25s = _bm25s()
         self.size = len(documents)
         self.index = bm25s.BM25(k1=1.5, b=0.75, method="lucene") if any(documents) else None
         if self.index:

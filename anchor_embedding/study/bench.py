@@ -9,6 +9,7 @@ __all__ = ['PAIRS', 'ENCODE_BATCH', 'TOLERANCE', 'KINDS', 'PACKAGES', 'Request',
            'busy_warning', 'contest_record', 'bench']
 
 # %% ../../nbs/study/70_bench.ipynb #d68cfdfa
+import math
 import os
 import platform
 import random
@@ -95,6 +96,8 @@ class Contest:
     sides: dict[str, Callable[..., dict]]  # name → function (work, exact=False) → results
     settings: dict[str, dict]  # name → settings of the side
     unit: str = "pairs"  # or "texts"
+    # what the loss may differ by in bfloat16, in nats: a cosine's rounding over the temperature
+    rounding: float = 0.0
 
 
 def has_sentence_transformers() -> bool:
@@ -155,6 +158,7 @@ def training_contest(
         device=request.device,
         sides={"ours": engine.run} | {name: run for name, (run, _) in peers.items()},
         settings={"ours": own} | {name: settings for name, (_, settings) in peers.items()},
+        rounding=2**-9 / getattr(engine.objective, "temperature", math.inf),
     )
 
 # %% ../../nbs/study/70_bench.ipynb #093abccf
@@ -249,11 +253,21 @@ def difference(ours: dict, theirs: dict) -> dict[str, float]:
     return {key: abs(theirs[key] / value - 1) for key, value in ours.items()}
 
 
-def check_same(name: str, ours: dict, theirs: dict, dtype: torch.dtype) -> dict[str, float]:
+def check_same(
+    name: str,
+    ours: dict,
+    theirs: dict,
+    dtype: torch.dtype,
+    rounding: float = 0.0,  # of the loss in bfloat16, in nats; see `Contest`
+) -> dict[str, float]:
     "The differences of two results. Raises `Disagreement` if one is too large."
     differences = difference(ours, theirs)
     for key, most in TOLERANCE[dtype].items():
-        if key in differences and not differences[key] <= most:
+        if key not in differences:
+            continue
+        if key == "loss" and dtype == torch.bfloat16:
+            most = max(most, rounding / abs(ours["loss"]))
+        if not differences[key] <= most:
             values = "" if key == "vectors" else f" ({ours[key]:.6g} here, {theirs[key]:.6g} there)"
             raise Disagreement(
                 f"{name} does not compute the same: {key} differs by "
@@ -274,7 +288,7 @@ def check_exact(contest: Contest) -> dict[str, dict]:  # peer → "exact", "in d
     return {
         name: {
             "exact": check_same(name, exact["ours"], reference, dtype),
-            "in dtype": check_same(name, lower["ours"], reference, contest.dtype),
+            "in dtype": check_same(name, lower["ours"], reference, contest.dtype, contest.rounding),
         }
         for name, reference in exact.items()
         if name != "ours"
@@ -302,7 +316,7 @@ def take_turns(
             say(f"  round {number + 1}: {name} {times['seconds']:.2f} s")
         for row in rows[-len(results) :]:
             row["difference"] = check_same(
-                row["side"], results["ours"], results[row["side"]], contest.dtype
+                row["side"], results["ours"], results[row["side"]], contest.dtype, contest.rounding
             )
     return rows
 
