@@ -29,7 +29,7 @@ def _bm25s():
         try:
             import bm25s
         finally:
-            del sys.modules["jax"]
+            sys.modules.pop("jax", None)
     import bm25s
 
     return bm25s
