@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -381,7 +382,8 @@ def prepare(
     run.data = make_data(recipe, run.embedder.tokenizer, examples, source, plan)
     if run.main:
         _note_cut_texts(run)
-    run.batches = BatchesAhead(lambda step: run.data.batch(step, run.rank, run.world), recipe.steps)
+    draw = partial(run.data.batch, rank=run.rank, world=run.world)
+    run.batches = BatchesAhead(draw, recipe.steps)
     run.card["gradients"] = first_comparison(run) if run.main else {}
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
     run.card["watched_pairs"] = fingerprint(run.watched)
