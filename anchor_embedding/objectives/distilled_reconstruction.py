@@ -9,9 +9,9 @@ __all__ = ['DistilledReconstruction']
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,14 +44,17 @@ def _version_of(name: str) -> str:
     return json.dumps([file_stamp(path) for path in files])
 
 
-@lru_cache(maxsize=1)
+# model that is trained → its teacher, which leaves the memory with it, and what was asked for
+_TEACHERS = WeakKeyDictionary()
+
+
 def _teacher(
     name: str,
     version: str,  # see `_version_of`: another model may be saved under the same name
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> CausalDecoder:
-    "The frozen teacher, loaded once a process."
+    "The frozen teacher."
     # asked for inside a forward pass, but probed in float32 like any model
     with torch.autocast(device.type, enabled=False):
         decoder = load_decoder(resolve_base(name).path, torch.float32, device, dtype)
@@ -93,7 +96,12 @@ class DistilledReconstruction(Reconstruction):
 
     def loaded(self, decoder: CausalDecoder) -> CausalDecoder:
         "The teacher, on the device and with the products of the model that is trained."
-        return _teacher(self.teacher, self.version, decoder.device, decoder.compute_dtype)
+        asked = self.teacher, self.version, decoder.device, decoder.compute_dtype
+        teacher, loaded_for = _TEACHERS.get(decoder, (None, None))
+        if loaded_for != asked:
+            teacher = _teacher(*asked)
+            _TEACHERS[decoder] = teacher, asked
+        return teacher
 
     def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
         "See `Objective.check_context`: the teacher reads both texts."
