@@ -44,7 +44,7 @@ def _version_of(name: str) -> str:
     return json.dumps([file_stamp(path) for path in files])
 
 
-# model that is trained → its teacher, which leaves the memory with it, and what was asked for
+# model that is trained → what was asked for, and its teacher, which leaves the memory with it
 _TEACHERS = WeakKeyDictionary()
 
 
@@ -97,11 +97,11 @@ class DistilledReconstruction(Reconstruction):
     def loaded(self, decoder: CausalDecoder) -> CausalDecoder:
         "The teacher, on the device and with the products of the model that is trained."
         asked = self.teacher, self.version, decoder.device, decoder.compute_dtype
-        teacher, loaded_for = _TEACHERS.get(decoder, (None, None))
-        if loaded_for != asked:
-            teacher = _teacher(*asked)
-            _TEACHERS[decoder] = teacher, asked
-        return teacher
+        kept = _TEACHERS.get(decoder)
+        if kept is None or kept[0] != asked:
+            kept = (asked, _teacher(*asked))
+            _TEACHERS[decoder] = kept
+        return kept[1]
 
     def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
         "See `Objective.check_context`: the teacher reads both texts."

@@ -96,7 +96,7 @@ class Contest:
     sides: dict[str, Callable[..., dict]]  # name → function (work, exact=False) → results
     settings: dict[str, dict]  # name → settings of the side
     unit: str = "pairs"  # or "texts"
-    # what the loss may differ by in bfloat16, in nats: the last place of a cosine, over the temperature
+    # of the loss in bfloat16, in nats: the last place of a cosine, over the temperature
     rounding: float = 0.0
 
 
