@@ -11,7 +11,6 @@ __all__ = ['FOLDER', 'Pooling', 'LORA', 'AUTOMATIC', 'GROUPS', 'SubjectSettings'
 import html
 import json
 import re
-import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -39,6 +38,7 @@ from anchor_embedding.common.settings import (
     settings_of,
 )
 from ..common.show import rows_html
+from ..model.text import is_prompt
 from anchor_embedding.objectives.objective import (
     Objective,
     find_objective,
@@ -90,16 +90,7 @@ class SubjectSettings(BaseModel):
     on_bad_row: Literal["error", "skip"] = "error"
 
 # %% ../../nbs/train/10_recipe.ipynb #cd1641fe
-def _has_both_fields(prompt):
-    "Whether a prompt contains {instruction} and {text} once each."
-    try:
-        names = [name for _, name, *_ in string.Formatter().parse(prompt) if name is not None]
-    except ValueError:  # braces that do not match
-        return False
-    return sorted(names) == ["instruction", "text"]
-
-
-_PROMPT = obeys(_has_both_fields, "a text with {instruction} and {text}, each once")
+_PROMPT = obeys(is_prompt, "a text with {instruction} once and {text} at its end")
 Pooling = Literal["eos", "last", "mean", "weighted_mean", "echo_eos", "echo_mean"]
 
 
