@@ -365,17 +365,17 @@ def grouped_attention(
 @cache
 def attention_kernel(
     device_type: str,  # "cpu", "cuda", …
-    dtype: torch.dtype,  # of queries, keys and values
+    dtype: torch.dtype,  # of matrix products
 ) -> str:  # "flash-attn" | "torch-varlen" | "grouped"
     "The kernel that packed attention uses on this device and dtype."
     if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "grouped"
-    if find_spec("flash_attn"):
-        return "flash-attn"
-    return "torch-varlen" if find_spec("torch.nn.attention.varlen") else "grouped"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "grouped"
+    return "flash-attn" if find_spec("flash_attn") else "torch-varlen"
 
 
-def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
+def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout, causal):
     "(T, H, D) through flash-attn's variable-length kernel."
     from flash_attn import flash_attn_varlen_func
 
@@ -385,20 +385,17 @@ def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, drop
     )  # fmt: skip
 
 
-def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
-    "(T, H, D) through torch's variable-length kernel; it has no attention dropout."
+def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window):
+    "(T, H, D) through torch's variable-length kernel."
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise InputError(
-            "torch's varlen attention has no dropout; install flash-attn or set "
-            "attention_dropout = 0"
-        )
-    old = "is_causal" in inspect.signature(varlen_attn).parameters
-    mask = {"is_causal": causal} if old else {"window_size": window}
+    shared = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+        shared = {}
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     return varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scale, enable_gqa=True, **mask,
+        scale=scale, window_size=window, **shared,
     )  # fmt: skip
 
 # %% ../../nbs/model/20_packing.ipynb #fd387c6d
@@ -457,6 +454,8 @@ def _check_keywords(attention_mask, unknown: dict) -> None:
         )
 
 # %% ../../nbs/model/20_packing.ipynb #fd9b79a7
+# its kernels are fused already, and its loops would be compiled anew for other lengths
+@torch.compiler.disable
 def packed_attention(
     module, query, key, value, attention_mask=None,
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
@@ -482,8 +481,16 @@ def packed_attention(
             "the batch's boundaries did not reach its attention: the model does not "
             "hand them on, or was not called by packed_forward"
         )
-    kernel = attention_kernel(query.device.type, query.dtype)
-    if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
+    kernel = attention_kernel(query.device.type, value.dtype)
+    size = query.shape[-1]
+    if (
+        softcap is not None
+        or s_aux is not None
+        or size != value.shape[-1]
+        or size > 256
+        or size % 8
+        or (dropout and kernel == "torch-varlen")  # which has none
+    ):
         kernel = "grouped"
     if kernel == "grouped":
         special = dropout or not causal or softcap is not None or s_aux is not None
@@ -494,12 +501,13 @@ def packed_attention(
             else grouped_attention(*inputs)
         )
         return out.transpose(1, 2).contiguous(), None  # some models call `view` on it
-    run = _flash_attention if kernel == "flash-attn" else _torch_varlen
     reach = sliding_window - 1 if sliding_window else -1
     window = (reach, 0 if causal else reach)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = run(query, key, value, cu_seqlens, max(lengths), scaling, window, dropout, causal)
-    return out[None], None
+    row = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    settings = cu_seqlens, max(lengths), scaling, window
+    if kernel == "flash-attn":
+        return _flash_attention(*row, *settings, dropout, causal)[None], None
+    return _torch_varlen(*row, *settings)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
