@@ -2399,6 +2399,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                                   'anchor_embedding/objectives/language_model.py')},
             'anchor_embedding.objectives.mntp': { 'anchor_embedding.objectives.mntp.MaskedPrediction': ( 'objectives/mntp.html#maskedprediction',
                                                                                                          'anchor_embedding/objectives/mntp.py'),
+                                                  'anchor_embedding.objectives.mntp.MaskedPrediction.check_context': ( 'objectives/mntp.html#maskedprediction.check_context',
+                                                                                                                       'anchor_embedding/objectives/mntp.py'),
                                                   'anchor_embedding.objectives.mntp.MaskedPrediction.chosen': ( 'objectives/mntp.html#maskedprediction.chosen',
                                                                                                                 'anchor_embedding/objectives/mntp.py'),
                                                   'anchor_embedding.objectives.mntp.MaskedPrediction.conflicts': ( 'objectives/mntp.html#maskedprediction.conflicts',

@@ -16,9 +16,7 @@ from ..common.files import near_path
 
 # %% ../../nbs/cli/20_training.ipynb #b20004
 def quickstart_command(args: argparse.Namespace) -> None:
-    """Train the arms baseline, anchor and primed on a small model and real pairs, and write a
-    report.
-    """
+    "Train the arms baseline, anchor and primed on a small model and real pairs; write a report."
     note_if_busy()
     from anchor_embedding.study.pipeline import run_pipeline
     from anchor_embedding.train.recipe_files import load_recipe

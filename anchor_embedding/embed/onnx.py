@@ -170,8 +170,10 @@ def write_onnx(
     expected = [embedder.encode(batch) for batch in texts]
     modules = json.loads((Path(folder) / "modules.json").read_text(encoding="utf-8"))
     normalize = any(module["type"].endswith(".Normalize") for module in modules)
-    embedder.decoder.causal_lm.set_attn_implementation("sdpa")
-    backbone = embedder.decoder.causal_lm.get_decoder()
+    causal_lm = embedder.decoder.causal_lm
+    # Gemma 2 caps its scores, which torch's own attention does not
+    causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
+    backbone = causal_lm.get_decoder()
     path = Path(folder) / ONNX_FILE
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as aside:
         new = Path(aside) / path.name

@@ -348,7 +348,7 @@ def why_not_compared(groups) -> list[str]:
         first, second = next(iter(_pairs_of_runs(others, runs)), (others[0], runs[0]))
         tasks = _queries_of_both(second, first)
         if (first["tasks"].keys() & second["tasks"].keys()) and (
-            why := _other_settings(first, second)
+            why := _other_settings(second, first)
         ):
             reason = f": they were scored with {why}"
         elif changed := other_data(second, first):

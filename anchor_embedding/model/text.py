@@ -190,12 +190,15 @@ def _ids_around(tokenizer, opening, closing):
     return tuple(_encode_markup(tokenizer, opening)), tuple(_encode_markup(tokenizer, closing))
 
 # %% ../../nbs/model/10_text.ipynb #475d9cde
-def _end_of_turn(tokenizer, ending):
-    "The id of the special token that ends an answer, or None."
+def _end_of_turn(tokenizer, ending, footer):
+    """The id of the special token that ends an answer, or None; of several, the one that also ends
+    the user turn.
+    """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
         tokenizer.all_special_ids
     )
-    return next((i for i in _encode_markup(tokenizer, ending) if i in special), None)
+    ends = [i for i in _encode_markup(tokenizer, ending) if i in special]
+    return next((i for i in ends if i in footer), ends[0] if ends else None)
 
 
 def _chat_template(tokenizer, eos_token=None):
@@ -207,7 +210,7 @@ def _chat_template(tokenizer, eos_token=None):
         return None
     opening, closing, ending = turn
     header, footer = _ids_around(tokenizer, opening, closing)
-    end = _end_of_turn(tokenizer, ending)
+    end = _end_of_turn(tokenizer, ending, footer)
     if end in footer:
         footer = footer[: footer.index(end)]
         eos_token = eos_token or tokenizer.convert_ids_to_tokens(end)

@@ -66,6 +66,15 @@ class MaskedPrediction(TokenMeans):
         "The same objective with the id of its mask. Raises `InputError` unless it is one token."
         return replace(self, mask_id=mask_id(tokenizer, self.mask_token))
 
+    def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
+        "See `Objective.check_context`; the model must have an embedding of the mask too."
+        rows = len(decoder.causal_lm.get_input_embeddings().weight)
+        if self.mask_id >= rows:
+            raise InputError(
+                f"mask_token {self.mask_token!r} has the id {self.mask_id}, but the model has "
+                f"embeddings for {rows} ids: give a token that the model has, such as '_'"
+            )
+
     def weights(self) -> dict[str, float]:
         "The one term of the loss."
         return {"mntp": 1.0}
