@@ -3107,6 +3107,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'anchor_embedding/study/tournament.py'),
                                                    'anchor_embedding.study.tournament.tournament': ( 'study/tournament.html#tournament',
                                                                                                      'anchor_embedding/study/tournament.py'),
+                                                   'anchor_embedding.study.tournament.tournament_report': ( 'study/tournament.html#tournament_report',
+                                                                                                            'anchor_embedding/study/tournament.py'),
                                                    'anchor_embedding.study.tournament.verdict_lines': ( 'study/tournament.html#verdict_lines',
                                                                                                         'anchor_embedding/study/tournament.py')},
             'anchor_embedding.study.workload': { 'anchor_embedding.study.workload.base_model': ( 'study/workload.html#base_model',
