@@ -3225,6 +3225,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'anchor_embedding/train/launch.py'),
                                                'anchor_embedding.train.launch.raise_failure': ( 'train/launch.html#raise_failure',
                                                                                                 'anchor_embedding/train/launch.py'),
+                                               'anchor_embedding.train.launch.run_copies': ( 'train/launch.html#run_copies',
+                                                                                             'anchor_embedding/train/launch.py'),
                                                'anchor_embedding.train.launch.run_worker': ( 'train/launch.html#run_worker',
                                                                                              'anchor_embedding/train/launch.py'),
                                                'anchor_embedding.train.launch.start_worker': ( 'train/launch.html#start_worker',
