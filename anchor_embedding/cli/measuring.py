@@ -106,7 +106,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
             figure.savefig(path, format=picture)
 
 # %% ../../nbs/cli/70_measuring.ipynb #g70008
-def _add_comparisons(commands) -> None:
+def _add_tournament(commands) -> None:
     parser = command(
         commands, tournament_command, "--recipes smollm2-135m/pretexts --amount 40 --seeds 6"
     )
@@ -149,6 +149,8 @@ def _add_comparisons(commands) -> None:
     parser.option("--tasks", "TASKS", "MTEB tasks to score as well")
     parser.shared("--tasks-dir", "--data", "--seeds", "--set")
 
+
+def _add_aa_check(commands) -> None:
     parser = command(commands, aa_check_command, "--tournaments 20")
     parser.option("--runs-dir", "DIR", "folder for the tiny runs", Path("runs/aa-check"), user_path)
     parser.number("--tournaments", "number of comparisons of the arm with itself", 200)
@@ -157,6 +159,8 @@ def _add_comparisons(commands) -> None:
     parser.number("--steps", "training steps of each run", 30)
     parser.shared("--out")
 
+
+def _add_soft_tokens(commands) -> None:
     parser = command(
         commands, soft_tokens_command, "runs/gircse --refine-steps 10 --plot steps.png"
     )
@@ -282,6 +286,8 @@ def _add_bench(commands) -> None:
 # %% ../../nbs/cli/70_measuring.ipynb #g70016
 def add_commands(commands) -> None:
     "Add the commands of this room to the parser."
-    _add_comparisons(commands)
+    _add_tournament(commands)
+    _add_aa_check(commands)
+    _add_soft_tokens(commands)
     _add_ceiling(commands)
     _add_bench(commands)

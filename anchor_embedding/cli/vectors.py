@@ -12,10 +12,8 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from .arguments import command, load_named_model, say, user_path
@@ -228,42 +226,17 @@ def _source(texts: str):
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40010
 def _encode_on_many(args, folder: Path) -> None:
-    "Encode in processes that are started here; when one fails, the others are ended."
-    from anchor_embedding.train.launch import LIFELINE
+    "Encode in processes that are started here."
+    from anchor_embedding.train.launch import run_copies
 
     if args.texts == "-":
         raise InputError("--nproc: several processes cannot share standard input; name a file")
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: must be at least 1")
-    threads = max(1, (os.cpu_count() or 1) // args.nproc)
     # argparse uses the last --out
     words = [*_without(shlex.split(args.command)[1:], "--nproc"), "--out", str(folder)]
-    command = [sys.executable, "-m", "anchor_embedding", *words]
-    lifeline, held = os.pipe()  # a worker ends when this process does, even if it is killed
-    environment = os.environ | {"WORLD_SIZE": str(args.nproc), LIFELINE: f"{lifeline} 0"}
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    workers = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            pass_fds=[lifeline],
-            start_new_session=True,
-        )
-        for rank in range(args.nproc)
-    ]
-    try:
-        while any(worker.poll() is None for worker in workers):
-            if any(worker.poll() for worker in workers):
-                break
-            time.sleep(0.1)
-    finally:
-        for worker in workers:
-            worker.terminate()
-        codes = [worker.wait() for worker in workers]
-        os.close(lifeline)
-        os.close(held)
-    if any(codes):
-        raise SystemExit(max(codes) if max(codes) > 0 else 1)  # a signal's code is negative
+    if code := run_copies(words, args.nproc):
+        raise SystemExit(code)
 
 
 def _without(words: list[str], option: str) -> list[str]:

@@ -10,6 +10,7 @@ __all__ = ['save_arrays', 'read_arrays', 'parts_of', 'CosineScores', 'Bm25Scores
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from zipfile import BadZipFile
@@ -187,13 +188,25 @@ def find_candidates(
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(best, order, axis=1), positive
 
 # %% ../../nbs/embed/63_candidates.ipynb #e5b4a655
-def _bm25_scorer(query: str | None, document: str | None) -> Bm25Scores:
-    "BM25 for texts without an instruction."
-    if query or document:
-        raise InputError(
-            "bm25 compares words, also those of an instruction; leave out the instructions"
-        )
-    return Bm25Scores()
+def _without_instructions(
+    make: Callable[[], CosineScores | Bm25Scores],
+    reason: str,  # why there can be none
+) -> Callable[[str | None, str | None], CosineScores | Bm25Scores]:
+    "`make` as `load_scorer` returns it. The function raises `InputError` for an instruction."
+
+    def scorer(query, document):
+        if query or document:
+            raise InputError(f"{reason}; leave out the instructions")
+        return make()
+
+    return scorer
+
+
+def _own_prompts(model) -> CosineScores:
+    "The scores of a sentence-transformers model, with its own prompts."
+    quiet = {"show_progress_bar": False, "convert_to_numpy": True}
+    sides = partial(model.encode_query, **quiet), partial(model.encode_document, **quiet)
+    return CosineScores(*sides, model.device)
 
 
 def load_scorer(
@@ -211,21 +224,17 @@ def load_scorer(
         if dtype != "auto" or max_length is not None:
             raise InputError("a scorer in memory has its own model; leave out dtype and max_length")
         check_encoder(model, corpus)
-
-        def given(query, document):
-            if query or document:
-                raise InputError(
-                    "a scorer in memory adds its own instructions; leave out the instructions"
-                )
-            return model
-
+        given = _without_instructions(lambda: model, "a scorer in memory adds its own instructions")
         return given, {"model": type(model).__name__, "revision": None}
     if model == "bm25":
         if max_length is not None:
             raise InputError(
                 f"bm25 compares the words of whole texts; leave out max_length = {max_length}"
             )
-        return _bm25_scorer, {"model": "bm25", "revision": None}
+        bm25 = _without_instructions(
+            Bm25Scores, "bm25 compares words, also those of an instruction"
+        )
+        return bm25, {"model": "bm25", "revision": None}
     loaded = load_model(model, dtype, device, max_length)
     if dtype != "auto" and not isinstance(loaded, Embedder):
         raise InputError(
@@ -235,28 +244,17 @@ def load_scorer(
     check_encoder(loaded, corpus)
     path = model if isinstance(model, Embedder) else resolve_base(str(model)).path
     scorer_facts = {"model": model_name(model), "revision": model_revision(path)}
-    if isinstance(loaded, Embedder):
-        replicas = replicate(loaded) if device is None else [loaded]
-
-        def encode(instruction):
-            return lambda texts: encode_on(replicas, texts, instruction)
-
-        return lambda query, document: CosineScores(
-            encode(query), encode(document), loaded.decoder.device
-        ), scorer_facts
+    if not isinstance(loaded, Embedder):
+        reason = f"{model} is a sentence-transformers model, which has its own prompts"
+        return _without_instructions(partial(_own_prompts, loaded.model), reason), scorer_facts
+    replicas = replicate(loaded) if device is None else [loaded]
 
     def scorer(query, document):
-        if query or document:
-            raise InputError(
-                f"{model} is a sentence-transformers model, which has its own prompts; leave out "
-                "the instructions"
-            )
-        quiet = {"show_progress_bar": False, "convert_to_numpy": True}
         sides = (
-            lambda texts: loaded.model.encode_query(texts, **quiet),
-            lambda texts: loaded.model.encode_document(texts, **quiet),
+            partial(encode_on, replicas, instruction=query),
+            partial(encode_on, replicas, instruction=document),
         )
-        return CosineScores(*sides, loaded.model.device)
+        return CosineScores(*sides, loaded.decoder.device)
 
     return scorer, scorer_facts
 

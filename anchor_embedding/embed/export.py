@@ -347,6 +347,20 @@ def _origin(embedder: Embedder, source: Path | None, cards: list[dict]) -> str:
     return origin
 
 
+def _known_base(embedder: Embedder, source: Path | None, cards: list[dict]) -> dict[str, str]:
+    "What is known about the base, see `find_base`."
+    first = cards[0] if cards else {}
+    if "base_facts" in first:  # of a model that was exported before
+        known = first["base_facts"]
+    else:
+        known = find_base(_origin(embedder, source, cards))
+    # not loaded from a folder of this machine
+    weights = None if "base_folder" in first else first.get("base")
+    if weights and weights != known.get("name") and not Path(weights).exists():
+        known.setdefault("source", weights)
+    return known
+
+
 def _write_files(folder: Path, files: dict[str, object]) -> None:
     "Write strings as they are and everything else as JSON."
     for path, content in files.items():
@@ -422,15 +436,7 @@ def export_embedder(
             "read in both directions: load it with `Embedder`"
         )
     cards = find_cards(source) if source else []
-    if cards and "base_facts" in cards[0]:  # of a model that was exported before
-        known = cards[0]["base_facts"]
-    else:
-        known = find_base(_origin(embedder, source, cards))
-    named = cards and "base_folder" not in cards[0]  # not loaded from a folder of this machine
-    if named and "source" not in known and cards[0].get("base"):
-        weights = cards[0]["base"]
-        if weights != known.get("name") and not Path(weights).exists():
-            known["source"] = weights
+    known = _known_base(embedder, source, cards)
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
     normalize = normalize or _normalizes(source)
     own_prompts = source is not None and instructions is None

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GRACE', 'LIFELINE', 'accelerators', 'check_processes', 'worker_environment', 'run_worker', 'Worker', 'start_worker',
-           'stop_workers', 'started_workers', 'WorkerError', 'last_words', 'worker_error', 'raise_failure', 'NewRows',
-           'watch', 'newest_checkpoint', 'launch']
+           'stop_workers', 'started_workers', 'run_copies', 'WorkerError', 'last_words', 'worker_error',
+           'raise_failure', 'NewRows', 'watch', 'newest_checkpoint', 'launch']
 
 # %% ../../nbs/train/50_launch.ipynb #2b6fc8cd
 import json
@@ -62,7 +62,7 @@ def check_processes(nproc: int) -> None:
 def worker_environment(
     rank: int,
     nproc: int,
-    port: int,  # of the store on this machine
+    port: int | None = None,  # of the store on this machine; None: there is none
 ) -> dict[str, str]:
     """The environment of one process: that of the current process, with its rank and its share of
     the cores.
@@ -80,6 +80,9 @@ def worker_environment(
             "WORLD_SIZE": nproc,
             "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": nproc,
+        }
+    if nproc > 1 and port:
+        environment |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             # the watcher has opened the store already
@@ -215,6 +218,35 @@ def started_workers(
         os.close(own_end)
         os.close(lifeline)
         stop_workers(workers, wait)
+
+# %% ../../nbs/train/50_launch.ipynb #41037424
+def run_copies(
+    arguments: Sequence[str],  # of the command `anchor`
+    nproc: int,
+) -> int:  # exit code: 0, or that of a process that failed
+    """Run a command in several processes, which share its work by their rank, until they end. When
+    one fails, or this process ends, the others are ended.
+    """
+    lifeline, own_end = os.pipe()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "anchor_embedding", *arguments],
+            env=worker_environment(rank, nproc) | {LIFELINE: f"{lifeline} 0"},
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
+        for rank in range(nproc)
+    ]
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.terminate()
+        codes = [process.wait() for process in processes]
+        os.close(lifeline)
+        os.close(own_end)
+    return max(*codes, int(any(codes)))  # the code of a signal is negative
 
 # %% ../../nbs/train/50_launch.ipynb #f16a0fd7
 _TRACEBACK = "Traceback (most recent call last)"

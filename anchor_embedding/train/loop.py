@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from ..common.errors import InputError, Stopped
 from ..common.files import write_json
 from ..common.progress import progress_bar
+from ..data.examples import Example
+from ..embed.shared import SharedEmbedder
 from ..model.decoder import CausalDecoder
 from ..model.loading import return_freed_memory
 
@@ -31,6 +33,8 @@ from anchor_embedding.model.ranks import (
     global_sum,
     own_parameters,
 )
+from ..objectives.objective import Objective
+from .prepare import BatchesAhead, TrainingData
 from .recipe import Recipe
 from anchor_embedding.train.runs import (
     RunFolder,
@@ -110,7 +114,22 @@ def count_parameters(decoder: CausalDecoder) -> dict[str, int]:
 
 # %% ../../nbs/train/40_loop.ipynb #6296cf46
 class Training:
-    "A prepared run: model, data, optimizer and objective on this process."
+    """A run on this process: recipe, folder and accelerator. `stage.prepare` fills in the attributes
+    that are declared here.
+    """
+
+    first: int  # steps before this start; 0 for a new run
+    saved: int  # step of the newest checkpoint; 0 if there is none
+    card: dict  # entries for card.json
+    embedder: SharedEmbedder
+    decoder: CausalDecoder  # that of the embedder
+    model: torch.nn.Module  # the decoder as `stage.wrap` returns it
+    parameters: dict[str, int]  # see `count_parameters`
+    objective: Objective  # prepared for the tokenizer
+    optimizer: torch.optim.Optimizer
+    data: TrainingData
+    batches: BatchesAhead
+    watched: list[Example]  # pairs on which the objective watches figures; may be empty
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ from anchor_embedding.train.cost import (
 
 # %% ../../nbs/train/35_prepare.ipynb #d892e9bc
 from ..data.store import ExampleStore, open_examples
-from ..model.base import hub_revision, resolve_base
+from ..model.base import Base, hub_revision, resolve_base
 from anchor_embedding.model.ranks import (
     balanced_share,
 )
@@ -390,6 +390,22 @@ def opening_of(recipe: Recipe, base: str) -> str:
     return recipe.objective.decode_opening or read_settings(base).get("decode_opening", "encode")
 
 # %% ../../nbs/train/35_prepare.ipynb #211983a3
+def _base_entries(base: Base) -> dict[str, str]:
+    "What the card says of the base."
+    revision = hub_revision(base.path)
+    entries = {
+        "base": base.source,
+        "base_digest": revision or weights_digest(base.path),
+        "base_files_digest": revision or files_digest(base.path),
+    }
+    if revision:
+        entries["base_revision"] = revision
+    elif base.source == base.path and Path(base.path).exists():
+        # "models/base" may later look like a name on the hub
+        entries["base_folder"] = str(Path(base.path).resolve())
+    return entries
+
+
 def prepare_embedder(
     recipe: Recipe,
     device: torch.device,
@@ -436,24 +452,15 @@ def prepare_embedder(
             if decoder.liger
             else "liger-kernel is not used: not installed, or not for this model"
         )
-    revision = hub_revision(base.path)
     card = {
         "liger_modules": decoder.liger,
         **{key: getattr(recipe, key) for key in AUTOMATIC},
-        "base": base.source,
-        "base_digest": revision or weights_digest(base.path),
-        "base_files_digest": revision or files_digest(base.path),
+        **_base_entries(base),
         "device": device_name(device),
         "dtype": str(dtype),
         "dtype_reason": reason,
         "attention": attention_kernel(device.type, dtype),
     }
-    if revision:
-        card["base_revision"] = revision
-    elif (
-        base.source == base.path and Path(base.path).exists()
-    ):  # "models/base" may later look like a name on the hub
-        card["base_folder"] = str(Path(base.path).resolve())
     for setting, name in recipe.objective.models().items():
         path = resolve_base(name, say).path
         own = model_digest(path)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
-           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'write_card', 'train', 'dry_run']
+           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_same_run', 'begin_run', 'run_in_words',
+           'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
@@ -421,14 +422,15 @@ def course_of_rate(recipe: Recipe) -> str:
     return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
 
 
-def write_card(run: Training) -> str:
-    """Begin the run's folder, write card.json, and return one line for the log. Raises `InputError`,
-    before anything is written, if the data, the base, the instructions or a teacher are not those
-    that the run began with, or if its loss depends on the number of processes and that has changed.
+def check_same_run(
+    run: Training,
+    before: dict,  # its card before this start; empty for a new run
+) -> None:
+    """Raise `InputError` if the data, the base, the instructions or a teacher are not those that the
+    run began with, or if its loss depends on the number of processes and that has changed.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
-    before = _earlier_card(run)
     if before.get("fingerprint", run.data.source["fingerprint"]) != run.data.source["fingerprint"]:
         raise InputError(
             f"{recipe.data}: the pairs are not those this run began with (see "
@@ -448,7 +450,11 @@ def write_card(run: Training) -> str:
             f"and this run began with {processes}, not {run.world}; resume with {processes}, or "
             "choose another --out"
         )
-    start = {
+
+
+def _this_start(run: Training) -> dict:
+    "The entry of this start in the card."
+    return {
         "step": run.first,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processes": run.world,
@@ -457,13 +463,22 @@ def write_card(run: Training) -> str:
         "dtype": run.card["dtype"],
         "torch": torch.__version__,
     }
+
+
+def begin_run(run: Training) -> None:
+    """Begin the run's folder, its card and its trackers. Raises `InputError`, before anything is
+    written, if the run cannot go on, see `check_same_run`.
+    """
+    recipe = run.recipe
+    before = _earlier_card(run)
+    check_same_run(run, before)
+    start = _this_start(run)
     if before.get("dtype", start["dtype"]) != start["dtype"]:
         run.say(
             f"matrix products were in {before['dtype'].removeprefix('torch.')} before step "
             f"{run.first + 1}; set dtype to the one you want for the whole run"
         )
     packages = ("anchor_embedding", "python", "torch", "transformers", "peft", "accelerate")
-    pool = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     if run.main:
         run.folder.begin(recipe)
     card = {
@@ -474,7 +489,7 @@ def write_card(run: Training) -> str:
         **run.parameters,
         "processes": run.world,
         "sharded": is_sharded(run.model),
-        "competitors": pool,
+        "competitors": recipe.objective.competitors(recipe.batch_size, run.data.most_negatives),
         # None: the objective has no paper to differ from
         "deviations": finite(deviations(recipe)) if recipe.objective.paper else None,
         "choices": recipe.objective.choices(),
@@ -483,19 +498,25 @@ def write_card(run: Training) -> str:
         "versions": installed_versions(*packages),
     }
     if run.main:
-        write_json(path, card)
+        write_json(run.folder.path / "card.json", card)
     trackers = {
         key: value if isinstance(value, int | float | str) else str(value)
         for key, value in recipe.to_dict().items()
     }
     run.accelerator.init_trackers(recipe.name.replace("/", "-"), config=trackers)
+
+
+def run_in_words(run: Training) -> str:
+    "Pairs, parameters, steps and learning rate of a run, in one line for the log."
+    recipe = run.recipe
     total, trained = run.parameters.values()
-    pool = f"; {pool}" if pool != "none" else ""
+    competitors = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
+    compared = f"; {competitors}" if competitors != "none" else ""
     pairs = counted(len(run.data.examples), "pair")
     steps = counted(recipe.steps, "step")
     return (
         f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of "
-        f"{recipe.batch_size}{pool}; {course_of_rate(recipe)}"
+        f"{recipe.batch_size}{compared}; {course_of_rate(recipe)}"
     )
 
 # %% ../../nbs/train/45_stage.ipynb #598b5f6e
@@ -523,7 +544,8 @@ def train(
             "or name tasks with --eval-tasks or --tasks-dir"
         )
     try:
-        run.say(f"{recipe.name}: {write_card(run)}")
+        begin_run(run)
+        run.say(f"{recipe.name}: {run_in_words(run)}")
         return run_loop(run, evaluate, progress, on_step)
     finally:
         run.close()
