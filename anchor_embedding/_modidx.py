@@ -137,6 +137,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'anchor_embedding/cli/vectors.py'),
                                               'anchor_embedding.cli.vectors._finder': ( 'cli/vectors.html#_finder',
                                                                                         'anchor_embedding/cli/vectors.py'),
+                                              'anchor_embedding.cli.vectors._note_cut_texts': ( 'cli/vectors.html#_note_cut_texts',
+                                                                                                'anchor_embedding/cli/vectors.py'),
                                               'anchor_embedding.cli.vectors._number_or_none': ( 'cli/vectors.html#_number_or_none',
                                                                                                 'anchor_embedding/cli/vectors.py'),
                                               'anchor_embedding.cli.vectors._rank_and_world': ( 'cli/vectors.html#_rank_and_world',

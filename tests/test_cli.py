@@ -215,6 +215,8 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
         )
         == 0
     )
+    said = capsys.readouterr().err
+    assert "note: 33% of the first 3 texts are longer than the" in said
     vectors = np.load(out)
     assert vectors.shape == (3, 32) and vectors.dtype == np.float32 and np.isfinite(vectors).all()
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]

@@ -8,6 +8,7 @@ __all__ = ['mine_command', 'encode_command', 'index_command', 'search_command', 
 # %% ../../nbs/cli/40_vectors.ipynb #d40003
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -177,16 +178,36 @@ def _rank_and_world() -> tuple[int, int]:
     return (int(os.environ["RANK"]), world) if world > 1 else (0, 1)
 
 
+def _note_cut_texts(embedder, source: Path, settings, number: int = 256) -> None:
+    "Say if many of the first texts are longer than what the model reads."
+    from anchor_embedding.data.documents import read_documents
+
+    limit = embedder.tokenizer.max_length
+    longer = embedder.tokenizer.with_length(limit + 1)
+    first = itertools.islice(read_documents(source, settings.columns), number)
+    lengths = [len(text) for text in longer([one.text for one in first], settings.instruction)]
+    cut = sum(length > limit for length in lengths) / max(1, len(lengths))
+    if cut >= 0.1:
+        say(
+            f"note: {cut:.0%} of the first {len(lengths)} texts are longer than the {limit} tokens "
+            "that are read; --max-length reads more"
+        )
+
+
 def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
     "Encode in this process, which may be one of several."
     from anchor_embedding.data.documents import left_out
     from anchor_embedding.embed.corpus import encode_corpus
 
+    template = {"template": args.template} if args.template else {}
     with _source(args.texts) as source:
         if (names := left_out(source)) and rank == 0:
             say(f"{source}: not read: {', '.join(names)}")
+        embedder = load_named_model(args, **template)
+        if rank == 0:
+            _note_cut_texts(embedder, source, settings)
         encode_corpus(
-            load_named_model(args, **({"template": args.template} if args.template else {})),
+            embedder,
             source,
             folder,
             settings,

@@ -371,16 +371,20 @@ def _write_files(folder: Path, files: dict[str, object]) -> None:
 
 # %% ../../nbs/embed/40_export.ipynb #551a36e8
 def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> None:
-    "Warn of an instruction for queries that the model was not trained with."
+    "Warn of an instruction for queries that is not the one that all were trained with."
     if trained is None or asked is None:
         return
     known = {one for choices in Instructions.from_record(trained).table.values() for one in choices}
-    if asked not in (known or {""}):
-        warnings.warn(
-            f"the model was not trained with {asked!r}: sentence-transformers will put it in front "
-            "of queries, but `Embedder` and `anchor eval` go on to ask as in training",
-            stacklevel=3,
-        )
+    known = known or {""}
+    if asked in known and len(known) == 1:
+        return
+    training = "not trained with it" if asked not in known else "trained with others too"
+    warnings.warn(
+        f"sentence-transformers will put {asked!r} in front of all queries; the model was "
+        f"{training}, and `Embedder` and `anchor eval` go on to ask as in training, a task that was "
+        "not in it without an instruction",
+        stacklevel=3,
+    )
 
 
 def _normalizes(source: Path | None) -> bool:
