@@ -219,6 +219,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.device_name': ( 'common/provenance.html#device_name',
                                                                                                         'anchor_embedding/common/provenance.py'),
+                                                    'anchor_embedding.common.provenance.dtype_name': ( 'common/provenance.html#dtype_name',
+                                                                                                       'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.find_cards': ( 'common/provenance.html#find_cards',
                                                                                                        'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.installed_versions': ( 'common/provenance.html#installed_versions',

@@ -350,7 +350,7 @@ def _settings_of(embedder: Embedder) -> dict:
         "pooling": embedder.pooling,
         "attention": decoder.attention,
         "decode_opening": embedder.decode_opening,
-        "dtype": str(decoder.compute_dtype or decoder.head.weight.dtype),
+        "dtype": str(decoder.product_dtype),
     }
 
 

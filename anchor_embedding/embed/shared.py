@@ -109,11 +109,10 @@ class SharedEmbedder(Embedder):
         """
         if not is_sharded(self.decoder):
             return None
-        adapters = hasattr(self.decoder.model, "peft_config")
         named = {
             name.removeprefix("model."): parameter
             for name, parameter in own_parameters(self.decoder).items()
-            if parameter.requires_grad or not adapters
+            if parameter.requires_grad or not self.decoder.adapted
         }
         return whole_tensors(named, self.accelerator.is_main_process)
 

@@ -147,7 +147,7 @@ def sweep_record(
         "commit": source_commit(),
         "note": note,
         "device": device_name(embedder.decoder.device),
-        "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype),
+        "dtype": str(embedder.decoder.product_dtype),
         "data": pairs.source["data"],
         "heldout": len(heldout),
         "fingerprint": fingerprint(heldout),

@@ -26,7 +26,7 @@ import torch
 # %% ../../nbs/train/35_prepare.ipynb #be923f2c
 from ..common.errors import InputError
 from ..common.files import read_json
-from ..common.provenance import device_name, weights_digest
+from ..common.provenance import device_name, dtype_name, weights_digest
 from anchor_embedding.data.batches import (
     SHIPPED,
     BatchPlan,
@@ -421,10 +421,9 @@ def prepare_embedder(
     soft_tokens = objective.soft_tokens
     if soft_tokens and soft_tokens.kind == "pause":
         _add_pause_tokens(decoder, recipe, soft_tokens.steps, start, base.path, say)
-    tied = decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight
     if objective.uses_head:
         check_head(decoder, f"objective = {recipe.objective_name!r}")
-    elif not tied:
+    elif not decoder.tied:
         decoder.head.requires_grad_(False)
     if recipe.activation_checkpointing:
         checkpoint_activations(decoder)
@@ -549,7 +548,7 @@ def fit_to_device(
         limit = USABLE["cpu"] * free
         most = min(most, CPU_BUDGET)
     dtype, _ = choose_dtype(recipe.dtype, device)
-    explicit = recipe.replace(dtype=str(dtype).removeprefix("torch."))
+    explicit = recipe.replace(dtype=dtype_name(dtype))
     decided = decide(explicit, shape, limit, world, most)
     needed = sum(memory(decided, shape, pair_tokens(decided), world).values())
     warning = "" if needed <= limit else ", which may be too little"

@@ -35,7 +35,7 @@ from anchor_embedding.train.prepare import (
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
 from ..common.files import finite, write_json
-from ..common.provenance import installed_versions, source_commit
+from ..common.provenance import dtype_name, installed_versions, source_commit
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example, draw_different, fingerprint
@@ -219,7 +219,7 @@ def compare_gradients(
     if math.isnan(cosine):
         return {"skipped": "the first pairs have no gradient"}
     if cosine < TRUSTED_COSINE:
-        dtype = str(embedder.decoder.compute_dtype).removeprefix("torch.")
+        dtype = dtype_name(embedder.decoder.compute_dtype)
         other = ', or decode_opening = "encode"' * (recipe.objective.decode_opening != "encode")
         warnings.warn(
             f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in "
