@@ -18,7 +18,7 @@ import numpy as np
 
 from ..common.errors import InputError
 from ..common.files import file_stamp, near_path
-from .examples import with_title
+from .examples import hash64, with_title
 from anchor_embedding.data.rows import (
     BadRow,
     check_names,
@@ -223,11 +223,6 @@ class Overview:
     digest: str  # 16 hexadecimal digits, of all ids, texts and kept columns in their order
 
 
-def _short_hash(text: str) -> int:
-    "A hash of 64 bits."
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def _refuse_twice(source, hashes: array) -> None:
     "Raise `InputError` that names both places of an id that occurs twice."
     values, counts = np.unique(np.frombuffer(hashes, dtype=np.uint64), return_counts=True)
@@ -236,7 +231,7 @@ def _refuse_twice(source, hashes: array) -> None:
         return
     first = {}
     for document in read_documents(source):
-        if _short_hash(document.id) in suspects:
+        if hash64(document.id.encode()) in suspects:
             if document.id in first:
                 raise InputError(
                     f"{document.where}: the id {document.id!r} is also that of "
@@ -253,7 +248,7 @@ def look_over(
     hashes = array("Q")
     digest = hashlib.sha256()
     for document in read_documents(source, columns):
-        hashes.append(_short_hash(document.id))
+        hashes.append(hash64(document.id.encode()))
         parts = [document.id, document.text, *document.columns.values()]
         digest.update(json.dumps(parts).encode())
     _refuse_twice(source, hashes)
