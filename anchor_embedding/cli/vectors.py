@@ -181,11 +181,11 @@ def _rank_and_world() -> tuple[int, int]:
 
 def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
     "Encode in this process, which may be one of several."
-    from anchor_embedding.data.documents import left_out
+    from anchor_embedding.data.documents import not_read
     from anchor_embedding.embed.corpus import encode_corpus
 
     with _source(args.texts) as source:
-        if (names := left_out(source)) and rank == 0:
+        if (names := not_read(source)) and rank == 0:
             say(f"{source}: not read: {', '.join(names)}")
         encode_corpus(
             load_named_model(args, **({"template": args.template} if args.template else {})),
