@@ -51,25 +51,25 @@ _LINES = (".txt", ".txt.gz")
 _CORPUS = ("corpus.jsonl", "corpus.jsonl.gz")  # of a BEIR folder
 
 
-def _text_rows(path: Path, opened) -> Iterator[tuple[str, dict | BadRow]]:
+def _text_rows(path: Path) -> Iterator[tuple[str, dict | BadRow]]:
     "A row for every line of a text file."
-    for where, line in file_lines(path, opened):
+    for where, line in file_lines(path):
         try:
             yield where, {"text": line.decode("utf-8").removesuffix("\n").removesuffix("\r")}
         except UnicodeDecodeError:
             yield where, BadRow("not UTF-8; save the file as UTF-8")
 
 
-def _rows(path: Path, columns: Sequence[str], opened) -> Iterator[tuple[str, dict | BadRow]]:
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict | BadRow]]:
     "(where, row) of a file."
     if ending_of(path, (".jsonl", ".jsonl.gz")):
-        return jsonl_rows(path, opened)
+        return jsonl_rows(path)
     if ending_of(path, (".csv",)):
-        return csv_rows(path, (("text",),), opened)
+        return csv_rows(path, (("text",),))
     if ending_of(path, (".parquet",)):
         wanted = {*ID, *TEXT, *columns}
-        return parquet_rows(path, opened, wanted.__contains__)
-    return _text_rows(path, opened)
+        return parquet_rows(path, open_binary, wanted.__contains__)
+    return _text_rows(path)
 
 
 def _is_readable(file: Path) -> bool:
@@ -186,7 +186,6 @@ def _document(
 def read_documents(
     source: str | os.PathLike,  # a file (JSONL, CSV, Parquet, a text a line), or a folder of them
     columns: Sequence[str] = (),  # columns to keep; "text" is the text as it is encoded
-    opened=open_binary,  # opens a file
     ids: bool = True,  # False: the ids of the rows are not read, and a document has its place
 ) -> Iterator[Document]:
     "The documents of a corpus, one at a time. Raises `InputError` naming file, line and remedy."
@@ -194,7 +193,7 @@ def read_documents(
     named = None
     for path in find_files(source):
         try:
-            for where, row in _rows(path, columns, opened):
+            for where, row in _rows(path, columns):
                 document = _document(row, where, place, columns, named, ids)
                 if named is None:
                     named = any(row.get(name) is not None for name in ID)

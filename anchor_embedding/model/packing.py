@@ -375,7 +375,7 @@ def attention_kernel(
     return "torch-varlen" if find_spec("torch.nn.attention.varlen") else "grouped"
 
 
-def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
+def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, dropout, causal):
     "(T, H, D) through flash-attn's variable-length kernel."
     from flash_attn import flash_attn_varlen_func
 
@@ -385,7 +385,7 @@ def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, drop
     )  # fmt: skip
 
 
-def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout, causal=True):
+def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window, dropout, causal):
     "(T, H, D) through torch's variable-length kernel; it has no attention dropout."
     from torch.nn.attention.varlen import varlen_attn
 
