@@ -52,15 +52,7 @@ class SharedEmbedder(Embedder):
     """
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(
-            embedder.decoder,
-            embedder.tokenizer,
-            embedder.pooling,
-            embedder.soft_tokens,
-            embedder.decode_opening,
-            embedder.instructions,
-            embedder.datasets,
-        )
+        vars(self).update(vars(embedder))  # checked when it was made
         self.accelerator = accelerator
 
     def encode(
