@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ..common.errors import InputError
 from ..common.files import atomic_folder, disk_errors
-from .embedder import CARD, Embedder, one_for_each, write_embedder
+from .embedder import CARD, Embedder, write_embedder
 from ..model.loading import merge_lora
 from anchor_embedding.model.ranks import (
     balanced_share,
@@ -28,6 +28,7 @@ from anchor_embedding.model.ranks import (
     own_parameters,
     whole_tensors,
 )
+from ..model.text import one_for_each
 
 # %% ../../nbs/embed/12_shared.ipynb #8fec6a41
 def check_same_texts(
