@@ -25,7 +25,8 @@ from ..common.errors import InputError
 # %% ../../nbs/cli/70_measuring.ipynb #g70004
 def tournament_command(args: argparse.Namespace) -> None:
     "Compare recipes on the same pairs, batches, budget and evaluation."
-    from anchor_embedding.study.tournament import contestants, tournament
+    from anchor_embedding.study.budget import contestants
+    from anchor_embedding.study.tournament import tournament
 
     settings = named_settings(args)
     contestants(args.recipes, settings)  # raises for a wrong recipe before any data are read
