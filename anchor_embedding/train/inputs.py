@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SAMPLE', 'without_adapter', 'find_shape', 'sampled_rows', 'measured_lengths', 'template_of', 'lengths_of',
-           'lengths_at_hand', 'basis']
+           'batch_plan', 'lengths_at_hand', 'basis']
 
 # %% ../../nbs/train/19_inputs.ipynb #1e490003
 import math
@@ -207,16 +207,26 @@ def _instruction_lengths(recipe, examples, tokenizer, batches) -> dict[str, floa
     return means
 
 
-def _batches(recipe, examples):
-    "The `BatchPlan` of a recipe; None if the pairs do not fill a batch, as a sample of them may."
+def batch_plan(
+    recipe: Recipe,
+    examples: Sequence,  # pairs, for example an `ExampleStore`
+):  # a `BatchPlan`
+    """Which examples make up each batch. Raises `InputError` if there are too few for one; that can
+    be known before the model is loaded.
+    """
     from anchor_embedding.data.batches import BatchPlan, parse_sampling
 
-    datasets = getattr(examples, "rows", None)  # of an `ExampleStore`
-    if datasets is None:
-        datasets = [example.dataset for example in examples]
+    rows = getattr(examples, "rows", None)  # of an `ExampleStore`
+    if rows is None:
+        rows = [example.dataset for example in examples]
+    return BatchPlan(rows, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
+
+
+def _batches(recipe, examples):
+    "The `BatchPlan` of a recipe; None if the pairs do not fill a batch, as a sample of them may."
     with warnings.catch_warnings(), suppress(InputError):
         warnings.simplefilter("ignore")  # the run itself names a dataset that is left out
-        return BatchPlan(datasets, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
+        return batch_plan(recipe, examples)
     return None
 
 

@@ -22,20 +22,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from .inputs import batch_plan
 from anchor_embedding.train.prepare import (
     BatchesAhead,
-    batch_plan,
     fit_to_device,
     load_examples,
     make_data,
     prepare_embedder,
-    weights_digest,
 )
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
 from ..common.files import finite, write_json
-from ..common.provenance import dtype_name, installed_versions, source_commit
+from ..common.provenance import dtype_name, installed_versions, source_commit, weights_digest
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example, draw_different, fingerprint
