@@ -24,6 +24,7 @@ from anchor_embedding.model.text import TextTokenizer, TokenizedText
 from anchor_embedding.objectives.bag_of_tokens import BagOfTokens
 from anchor_embedding.objectives.contrasted_reconstruction import ContrastedReconstruction
 from anchor_embedding.objectives.contrastive import Contrastive
+from anchor_embedding.objectives.language_model import LanguageModel
 from anchor_embedding.objectives.mntp import MaskedPrediction
 from anchor_embedding.objectives.reconstruction import Reconstruction, anchor_gain
 from anchor_embedding.objectives.refinement import Refinement
@@ -56,6 +57,7 @@ CASES = {
     "contrasted": ContrastedReconstruction(
         contrastive_weight=0.5, pooling="echo_mean", token_budget=150
     ),
+    "language_model": LanguageModel(token_budget=150),
     "refined": Refinement(refine_steps=2, temperature=0.05, token_budget=150),
     # the last micro-batch of every process has nothing to decode
     "silent": Reconstruction(token_budget=40),

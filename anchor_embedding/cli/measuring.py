@@ -25,7 +25,8 @@ from ..common.errors import InputError
 # %% ../../nbs/cli/70_measuring.ipynb #g70004
 def tournament_command(args: argparse.Namespace) -> None:
     "Compare recipes on the same pairs, batches, budget and evaluation."
-    from anchor_embedding.study.tournament import contestants, tournament
+    from anchor_embedding.study.budget import contestants
+    from anchor_embedding.study.tournament import tournament
 
     settings = named_settings(args)
     contestants(args.recipes, settings)  # raises for a wrong recipe before any data are read
@@ -227,14 +228,13 @@ def _heldout_pairs(sources: list[str], number: int, seed: int) -> dict:  # datas
 
 def _provenance(args: argparse.Namespace, decoder) -> dict:
     "How a measurement was made, for its record."
-    from anchor_embedding.common.provenance import device_name, source_commit
+    from anchor_embedding.common.provenance import device_name, dtype_name, source_commit
 
-    dtype = decoder.compute_dtype or decoder.head.weight.dtype
     return {
         "command": args.command,
         "commit": source_commit(),
         "device": device_name(decoder.device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(decoder.product_dtype),
         "date": time.strftime("%Y-%m-%d"),
         "base": args.model,
     }

@@ -48,6 +48,7 @@ def _note_on_cpu(operations: float, recipe) -> None:
     "Print how long this many operations take here, if there is no GPU."
     import torch
 
+    from anchor_embedding.common.provenance import dtype_name
     from anchor_embedding.model.loading import choose_dtype
     from anchor_embedding.study.duration import SHARE_OF_PRODUCTS, in_words, product_speed
 
@@ -58,9 +59,8 @@ def _note_on_cpu(operations: float, recipe) -> None:
     speed = product_speed(dtype)
     most, least = (in_words(operations / speed / share) for share in SHARE_OF_PRODUCTS)
     hours = least if least == most else f"{least} to {most}"
-    name = str(dtype).removeprefix("torch.")
     say(
-        f"without a GPU: training takes {hours} on this CPU, which multiplies {name} at "
+        f"without a GPU: training takes {hours} on this CPU, which multiplies {dtype_name(dtype)} at "
         f"{speed / 1e9:.0f} GFLOP/s (estimate: {SHARE_OF_PRODUCTS[0]:.0%} to "
         f"{SHARE_OF_PRODUCTS[1]:.0%} of that)"
     )

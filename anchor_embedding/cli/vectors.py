@@ -196,12 +196,12 @@ def _note_cut_texts(embedder, source: Path, settings, number: int = 256) -> None
 
 def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
     "Encode in this process, which may be one of several."
-    from anchor_embedding.data.documents import left_out
+    from anchor_embedding.data.documents import not_read
     from anchor_embedding.embed.corpus import encode_corpus
 
     template = {"template": args.template} if args.template else {}
     with _source(args.texts) as source:
-        if (names := left_out(source)) and rank == 0:
+        if (names := not_read(source)) and rank == 0:
             say(f"{source}: not read: {', '.join(names)}")
         embedder = load_named_model(args, **template)
         if rank == 0:

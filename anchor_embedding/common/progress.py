@@ -69,7 +69,7 @@ def progress_bar(
     desc: str,
     unit: str = "step",  # "%": the bar shows a share of the whole and no speed
     initial: float = 0,  # units done before
-    progress: bool | None = None,  # False = nothing; None = a bar if `watched()`, else lines
+    progress: bool | None = None,  # False = nothing; else a bar if `watched()`, else lines
 ):
     "Context with a bar that has `update(n)` and `set_postfix_str(text)`."
     if progress is False:

@@ -188,7 +188,6 @@ def curve(
     steps: Sequence[float],  # n
     values: Sequence[float],  # n; values that are not finite are left out
     name: str = "loss",
-    ink: str = INK,
 ) -> Picture:
     "A line over the steps, with its last value."
     points = [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
@@ -216,8 +215,8 @@ def curve(
             shapes += label(across(x), height - 12, f"{x:g}", 'text-anchor="middle"')
     shapes += label(width - right, height - 1, "step", 'text-anchor="end"')
     line = " ".join(f"{across(x):.2f},{up(y):.2f}" for x, y in points)
-    shapes += f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="1.8"/>'
-    shapes += f'<circle cx="{across(xs[-1]):.2f}" cy="{up(ys[-1]):.2f}" r="3" fill="{ink}"/>'
+    shapes += f'<polyline points="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
+    shapes += f'<circle cx="{across(xs[-1]):.2f}" cy="{up(ys[-1]):.2f}" r="3" fill="{INK}"/>'
     shapes += label(across(xs[-1]) + 7, up(ys[-1]) + 4, f"{ys[-1]:.3g}", 'font-weight="bold"')
     text = f"{name}: {ys[0]:.4g} at step {xs[0]:g}, {ys[-1]:.4g} at step {xs[-1]:g}"
     return Picture(shapes, width, height, text)

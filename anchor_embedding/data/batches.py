@@ -205,6 +205,14 @@ class Instructions:
         instruction = choices[(int(half) - 1 if half else row) % len(choices)]
         return instruction, instruction if name in self.symmetric else None
 
+    def has(self, dataset: str) -> bool:
+        "Whether a dataset has an instruction."
+        return any(self.for_example(dataset, 0))
+
+    def missing(self, datasets: Iterable[str]) -> list[str]:
+        "The datasets without an instruction, if any dataset has one; in alphabetical order."
+        return sorted(name for name in datasets if not self.has(name)) if self.table else []
+
     @classmethod
     def none(cls) -> "Instructions":
         "No instructions, as in Stage I."

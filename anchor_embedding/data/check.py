@@ -6,7 +6,6 @@
 __all__ = ['characters', 'length_summary', 'check_data', 'DataCheck', 'plot_lengths']
 
 # %% ../../nbs/data/35_check.ipynb #29279619
-import hashlib
 import os
 from array import array
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from anchor_embedding.data.examples import (
     Example,
     examples_in,
     fingerprint_line,
+    hash64,
     raw_negatives,
 )
 from .rows import BadRow, is_read
@@ -33,10 +33,6 @@ from .store import LISTED, ExampleStore, counted_parts
 from ..model.text import clean
 
 # %% ../../nbs/data/35_check.ipynb #da38a975
-def _digest(data):
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
 def characters(texts: list[str]) -> list[int]:
     "The number of characters of each text."
     return [len(text) for text in texts]
@@ -65,9 +61,9 @@ class _Tally:
         self.lengths["query"].append(query)
         self.lengths["positive"].append(positive)
         self.lengths["negatives"].extend(negatives)
-        self.digests["rows"].append(_digest(fingerprint_line(example)))
-        self.digests["queries"].append(_digest(example.query.encode()))
-        self.digests["positives"].append(_digest(example.positive.encode()))
+        self.digests["rows"].append(hash64(fingerprint_line(example)))
+        self.digests["queries"].append(hash64(example.query.encode()))
+        self.digests["positives"].append(hash64(example.positive.encode()))
         self.with_negatives += bool(example.negatives)
         self.query_is_positive += example.query == example.positive
         self.own_negative += not {example.query, example.positive}.isdisjoint(example.negatives)

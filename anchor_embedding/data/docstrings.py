@@ -294,6 +294,7 @@ def _choose_heldout(heldout, pairs):
 
 # %% ../../nbs/data/20_docstrings.ipynb #cdb52401
 def _normalised(text):
+    "Almost `same_text`, which would leave out other pairs than those of the runs so far."
     return " ".join(text.casefold().split())
 
 

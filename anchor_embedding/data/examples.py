@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVES', 'Example', 'raw_negatives', 'with_title', 'DoubtfulLabel', 'examples_in',
-           'fingerprint_line', 'fingerprint', 'without_shared_texts', 'draw_different']
+           'fingerprint_line', 'fingerprint', 'same_text', 'hash64', 'without_shared_texts', 'draw_different']
 
 # %% ../../nbs/data/10_examples.ipynb #1da2b15a
 import hashlib
@@ -12,6 +12,7 @@ import json
 import math
 import random
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -189,6 +190,18 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         digest.update(fingerprint_line(example))
     return digest.hexdigest()[:16]
+
+# %% ../../nbs/data/10_examples.ipynb #5eb5a9ec
+def same_text(text: str) -> str:
+    """The text in lower case with single spaces and composed accents: texts that differ only in
+    case, spacing or the coding of accents become equal.
+    """
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def hash64(content: bytes) -> int:
+    "A hash of 64 bits, not negative."
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 # %% ../../nbs/data/10_examples.ipynb #7b1f02a2
 def without_shared_texts(examples: Iterable[Example]) -> list[Example]:

@@ -24,6 +24,7 @@ from anchor_embedding.data.rows import (
     check_names,
     csv_pairs,
     ending_of,
+    entries_beside,
     jsonl_rows,
     open_binary,
     parquet_rows,
@@ -188,20 +189,13 @@ def _is_readable(file):
 
 
 def not_read(source: str | os.PathLike) -> list[str]:  # names
-    """What `find_parts` leaves out of a folder of files and may be missed: other kinds of files,
-    except .md, and folders.
-    """
+    "What `find_parts` leaves out of a folder of files and may be missed; see `entries_beside`."
     path = Path(source)
-    files = find_parts(source)[0].files if path.is_dir() else ()
-    if len(files) != 1 or not ending_of(files[0], _READERS):
+    parts = find_parts(source) if path.is_dir() else []
+    files = [file for part in parts for file in part.files]
+    if not parts or len(parts[0].files) != 1 or not ending_of(files[0], _READERS):
         return []  # of a file, a BEIR folder or a saved dataset, whose files are known
-    return [
-        f"{entry.name}/" if entry.is_dir() else entry.name
-        for entry in sorted(path.iterdir())
-        if not entry.name.startswith(".")
-        and (entry.is_dir() or not ending_of(entry, _READERS))
-        and entry.suffix.lower() != ".md"
-    ]
+    return entries_beside(path, files)
 
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
 _TEST_SPLIT = re.compile(r"(.*[-_.])?(test|dev|valid|validation)([-_.].*)?", re.IGNORECASE)

@@ -18,7 +18,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from ..common.errors import InputError
-from ..common.provenance import installed_versions
+from ..common.provenance import dtype_name, installed_versions
 from .embedder import Embedder
 from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
@@ -347,7 +347,7 @@ def model_facts(
         "template": template.style,
         "before a text": _quoted(decode(list(template.header))),
         "after a text": _quoted(decode([*template.footer, tokenizer.eos_id])),
-        "dtype": str(embedder.decoder.head.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(embedder.decoder.head.weight.dtype),
         "decode opening": embedder.decode_opening,
         "trained with instructions": embedder.instructions,
         "weights": "an adapter; the base is loaded with it" if adapter else "whole",

@@ -76,8 +76,7 @@ def _dtype_of_products(embedder: Embedder) -> str | None:
     "As in `torch.float32`; None for a stand-in for a model."
     if not isinstance(embedder, Embedder):
         return None
-    decoder = embedder.decoder
-    return str(decoder.compute_dtype or decoder.head.weight.dtype)
+    return str(embedder.decoder.product_dtype)
 
 
 def _sized(settings: CorpusSettings, documents: int) -> CorpusSettings:

@@ -22,6 +22,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from ..common.errors import InputError, first_line
+from ..common.provenance import dtype_name
 from .embedder import BARE_TOKENIZER, SETTINGS_FILE, Embedder
 from ..model.base import resolve_base
 
@@ -68,8 +69,7 @@ def load_model(
                 f"max_length = {max_length}, but this model is loaded with "
                 f"{name.tokenizer.max_length}; load it with that length"
             )
-        own = name.decoder.compute_dtype or name.decoder.head.weight.dtype
-        own = str(own).removeprefix("torch.")
+        own = dtype_name(name.decoder.product_dtype)
         if dtype not in ("auto", own):
             raise InputError(
                 f"dtype = {dtype}, but this model is loaded in {own}; load it in that dtype"

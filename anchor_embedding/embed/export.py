@@ -254,8 +254,8 @@ def _write_weights(
     push: str | None,
 ) -> None:
     "Merged weights, or an adapter that names its base."
-    model = embedder.decoder.model
-    has_adapter = (source / _ADAPTER[0]).exists() if source else hasattr(model, "peft_config")
+    decoder = embedder.decoder
+    has_adapter = (source / _ADAPTER[0]).exists() if source else decoder.adapted
     if adapter and not has_adapter:
         raise InputError(
             f"{source or embedder} has no adapter (a finished run merges it): export it merged, "
@@ -265,10 +265,11 @@ def _write_weights(
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
     elif adapter:
-        name_base(embedder.decoder)
-        model.save_pretrained(folder)
+        name_base(decoder)
+        decoder.model.save_pretrained(folder)
     else:
-        model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
+        model = decoder.model
+        model = copy.deepcopy(model).merge_and_unload() if decoder.adapted else model
         model.save_pretrained(folder)
     if adapter and (Path(_base_of(folder)) / _ADAPTER[0]).exists():
         raise InputError(

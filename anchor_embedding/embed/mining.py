@@ -349,16 +349,6 @@ def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None])
         shutil.rmtree(folder)
 
 # %% ../../nbs/embed/64_mining.ipynb #2459633b
-def _note_missing(
-    instructions: Instructions, store: ExampleStore, say: Callable[[str], None]
-) -> None:
-    "Report the datasets without an instruction, if others have one."
-    without = sorted(name for name in store.rows if not any(instructions.for_example(name, 0)))
-    if instructions.table and without:
-        names = ", ".join(without)
-        say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
-
-
 def _model_in_memory(scorer: CosineScores, first: Example) -> str:
     "A hash of the rounded vectors of a pair, for a model that has no revision."
     digest = hashlib.sha256()
@@ -438,7 +428,9 @@ def mine_negatives(
     extra = read_corpus(corpus, progress)
     store = open_examples(source, on_bad_row, progress, say)
     instructions = instructions or Instructions.none()
-    _note_missing(instructions, store, say)
+    if without := instructions.missing(store.rows):
+        names = ", ".join(without)
+        say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
     scorer_for, scorer_facts = load_scorer(model, dtype, extra.corpus, device, max_length)
     scorers = {name: scorer_for(*instructions.for_example(name, 0)) for name in store.rows}
     if extra.corpus and not any(isinstance(scorer, Bm25Scores) for scorer in scorers.values()):

@@ -7,9 +7,7 @@ __all__ = ['PART', 'folded_hash', 'ListedDocuments', 'EncodedDocuments', 'read_c
 
 # %% ../../nbs/embed/62_pool.ipynb #p0010003
 import copy
-import hashlib
 import os
-import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,21 +21,18 @@ from ..common.errors import InputError
 from ..common.files import unnamed_file
 from ..common.progress import progress_bar
 from ..data.documents import read_documents
-from ..data.examples import Example
+from ..data.examples import Example, hash64, same_text
 from ..data.store import ExampleStore
 from .corpus import Corpus
 
 # %% ../../nbs/embed/62_pool.ipynb #0ba4b6c9
-def _digest(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
-    )
+def _hash(text: str) -> int:
+    return hash64(text.encode("utf-8", "surrogatepass"))
 
 
 def folded_hash(text: str) -> int:
-    "A 64-bit hash of a text that ignores case, white space and the coding of accents."
-    text = unicodedata.normalize("NFC", text)
-    return _digest(" ".join(text.casefold().split()))
+    "A 64-bit hash of `same_text`."
+    return _hash(same_text(text))
 
 
 class _Places:
@@ -53,7 +48,7 @@ class _Places:
 
     def add(self, text: str, row: int, slot: int) -> None:
         self.keys.append(folded_hash(text))
-        self.exact.append(_digest(text))
+        self.exact.append(_hash(text))
         self.rows.append(row)
         self.slots.append(slot)
 

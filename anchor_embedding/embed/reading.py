@@ -350,7 +350,7 @@ def _settings_of(embedder: Embedder) -> dict:
         "pooling": embedder.pooling,
         "attention": decoder.attention,
         "decode_opening": embedder.decode_opening,
-        "dtype": str(decoder.compute_dtype or decoder.head.weight.dtype),
+        "dtype": str(decoder.product_dtype),
     }
 
 
@@ -360,7 +360,6 @@ def reading_report(
     num_examples: int = 4,  # number of first pairs whose two texts are read
     provenance: dict | None = None,  # commit, data and the like, added to the report
     predict_eos: bool = False,  # as in the recipe of Stage I
-    decode_opening: str | None = None,  # see `opening_ids`; None = each model's own
     load: dict | None = None,  # settings for `load_embedder`: dtype, device, max_length, …
     say=print,
     **settings,  # of `read_vectors`: samples, max_new_tokens, …
@@ -375,9 +374,8 @@ def reading_report(
         )
     texts = [text for pair in pairs[:num_examples] for text in (pair.query, pair.positive)]
     results = {}
-    load = (load or {}) | ({"decode_opening": decode_opening} if decode_opening else {})
     for name, path in models.items():
-        embedder = load_embedder(path, **load)
+        embedder = load_embedder(path, **load or {})
         losses = reconstruction_losses(embedder, pairs, predict_eos)
         readings = read_anchors(embedder, texts, **settings)
         results[name] = {

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ..common.errors import InputError
 from ..common.files import atomic_folder, disk_errors
-from .embedder import CARD, Embedder, one_for_each, write_embedder
+from .embedder import CARD, Embedder, write_embedder
 from ..model.loading import merge_lora
 from anchor_embedding.model.ranks import (
     balanced_share,
@@ -28,6 +28,7 @@ from anchor_embedding.model.ranks import (
     own_parameters,
     whole_tensors,
 )
+from ..model.text import one_for_each
 
 # %% ../../nbs/embed/12_shared.ipynb #8fec6a41
 def check_same_texts(
@@ -52,15 +53,7 @@ class SharedEmbedder(Embedder):
     """
 
     def __init__(self, embedder: Embedder, accelerator: Accelerator):
-        super().__init__(
-            embedder.decoder,
-            embedder.tokenizer,
-            embedder.pooling,
-            embedder.soft_tokens,
-            embedder.decode_opening,
-            embedder.instructions,
-            embedder.datasets,
-        )
+        vars(self).update(vars(embedder))  # checked when it was made
         self.accelerator = accelerator
 
     def encode(
@@ -109,11 +102,10 @@ class SharedEmbedder(Embedder):
         """
         if not is_sharded(self.decoder):
             return None
-        adapters = hasattr(self.decoder.model, "peft_config")
         named = {
             name.removeprefix("model."): parameter
             for name, parameter in own_parameters(self.decoder).items()
-            if parameter.requires_grad or not adapters
+            if parameter.requires_grad or not self.decoder.adapted
         }
         return whole_tensors(named, self.accelerator.is_main_process)
 

@@ -20,12 +20,12 @@ from ..model.decoder import CausalDecoder, evaluating
 from ..model.loading import check_head
 from ..model.packing import pack, token_budget_batches
 from ..model.text import opening_ids
+from ..model.vocabulary import token_losses
 from anchor_embedding.objectives.ceiling import (
     anchor_ceiling,
     ratio_interval,
     separator_ids,
     share_of_ceiling,
-    token_losses,
 )
 from ..objectives.objective import DIRECTIONS
 from ..objectives.reconstruction import decode_batch

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 # %% ../../nbs/evaluate/37_candidate.ipynb #a1899710
-from ..common.provenance import device_name, find_cards
+from ..common.provenance import device_name, dtype_name, find_cards
 from ..embed.embedder import Embedder, read_settings, read_tokenizer
 from ..embed.encoders import is_sentence_transformer, model_revision
 from anchor_embedding.evaluate.encoder import (
@@ -75,7 +75,7 @@ def find_candidate(
     if max_length is not None:
         _check_length(model, style, max_length)
     if loaded:
-        compute_dtype = model.decoder.compute_dtype or model.decoder.head.weight.dtype
+        compute_dtype = model.decoder.product_dtype
     else:
         device = choose_device() if device is None else find_device(device)
         compute_dtype = choose_dtype(dtype, device)[0]
@@ -83,7 +83,7 @@ def find_candidate(
         "revision": revision,
         "prompts": style.name,
         "max_length": max_length,
-        "dtype": str(compute_dtype).removeprefix("torch."),
+        "dtype": dtype_name(compute_dtype),
     }
     suffix = "" if style.usual else f"-{style.name}"
     if max_length != MAX_LENGTH:

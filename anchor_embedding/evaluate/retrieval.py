@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['TIE', 'query_ndcg', 'rank_metrics', 'checked_relevant', 'pessimistic_ranks', 'retrieval_ranks', 'retrieval_metrics',
-           'mean_cosine', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'same_text', 'HeldoutRetrieval']
+           'mean_cosine', 'bm25_ranks', 'bm25_metrics', 'top_hits', 'connected', 'HeldoutRetrieval']
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #f6b67f2d
 import copy
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ..common.errors import InputError
+from ..data.examples import same_text
 from ..embed.bm25 import Bm25, words
 from ..embed.vectors import unit
 
@@ -232,13 +232,6 @@ def connected(
     return [numbers[name] for name in roots]
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #2e3f049c
-def same_text(text: str) -> str:
-    """The text in lower case with single spaces and composed accents: texts that differ only in
-    case, spacing or the coding of accents become equal.
-    """
-    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
-
-
 class HeldoutRetrieval:
     """Retrieval on held-out pairs: every distinct query searches all distinct positives except its
     own text.

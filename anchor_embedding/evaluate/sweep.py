@@ -111,7 +111,6 @@ class TaskEvaluator:
         tasks: str | Sequence[str] | None,  # see `local_tasks.open_tasks`
         data_dir: str | os.PathLike | None = None,
         prompts: str = "auto",  # see `prompts.PROMPTS`
-        batch_tokens: int = 8192,
         max_length: int | None = MAX_LENGTH,
     ):
         with quiet_mteb():
@@ -120,7 +119,7 @@ class TaskEvaluator:
             if isinstance(task, InputError):
                 raise task
         self.prompts = check_prompts(prompts)
-        self.options = {"batch_tokens": batch_tokens, "max_length": max_length}
+        self.max_length = max_length
 
     @property
     def depends_on(self) -> list:
@@ -131,17 +130,17 @@ class TaskEvaluator:
         for name, task in self.tasks.items():
             parts = [list(task.eval_splits), list(task.hf_subsets)]
             data[name] = [task.metadata.revision, *parts, task.metadata.prompt]
-        return [data, self.prompts, self.options["max_length"]]
+        return [data, self.prompts, self.max_length]
 
     def __call__(self, embedder: Embedder) -> list[dict]:
         "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
         style = style_of(embedder, self.prompts)
         unusual = {} if style.usual else {"prompts": style.name}
-        if self.options["max_length"] != MAX_LENGTH:
-            unusual["max_length"] = self.options["max_length"] or "own"
+        if self.max_length != MAX_LENGTH:
+            unusual["max_length"] = self.max_length or "own"
         meta = model_meta(embedder, revision="in training", style=style)
         here = [embedder.decoder.device]
-        encoder = MtebEncoder(embedder, style, meta, devices=here, **self.options)
+        encoder = MtebEncoder(embedder, style, meta, devices=here, max_length=self.max_length)
         lines = []
         for name, task in self.tasks.items():
             entry, _ = run_task(encoder, task)

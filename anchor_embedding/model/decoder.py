@@ -48,15 +48,16 @@ class CausalDecoder(nn.Module):
         self.merged = False
         self.liger = 0  # number of modules that liger-kernel computes
 
-    causal_lm = property(
-        lambda self: (
-            self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-        )
-    )
+    causal_lm = property(lambda self: self.model.get_base_model() if self.adapted else self.model)
+    adapted = property(lambda self: hasattr(self.model, "peft_config"))  # with LoRA adapters
     # the vocabulary head, (V, d)
     head = property(lambda self: self.causal_lm.get_output_embeddings())
     hidden_size = property(lambda self: self.head.weight.shape[1])
     device = property(lambda self: self.head.weight.device)
+    # of matrix products
+    product_dtype = property(lambda self: self.compute_dtype or self.head.weight.dtype)
+    # the head and the token embeddings share their weights
+    tied = property(lambda self: self.head.weight is self.causal_lm.get_input_embeddings().weight)
 
     def forward(self, function: Callable, *args):
         """`function(self, *args)`, with matrix products in `compute_dtype`. A data-parallel wrapper

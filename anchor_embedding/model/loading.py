@@ -459,7 +459,7 @@ def add_lora(
     """
     from peft import LoraConfig, get_peft_model
 
-    if hasattr(decoder.model, "peft_config"):
+    if decoder.adapted:
         raise InputError(
             "the model already has an adapter, which a second one would replace; merge it first, "
             "with merge_lora"
@@ -536,7 +536,7 @@ def merge_lora(decoder: CausalDecoder) -> CausalDecoder:
     """Merge the adapters into the weights and remove them; a model without adapters is returned
     unchanged.
     """
-    if hasattr(decoder.model, "peft_config"):
+    if decoder.adapted:
         decoder.model = decoder.model.merge_and_unload()
         decoder.merged = True
     return decoder
@@ -566,7 +566,7 @@ def _load_adapter(folder, dtype, device, compute_dtype):
         _loaded(decoder.model, get_peft_model, peft_config=config), weights, folder
     )
     adapted = _adapted_vocabulary(decoder)
-    if adapted and decoder.head.weight is decoder.causal_lm.get_input_embeddings().weight:
+    if adapted and decoder.tied:
         raise InputError(
             f"the adapter in {str(folder)!r} changes {adapted}, but in its base both share one "
             "weight, so merging it would change the other too; train an adapter of the layers only"

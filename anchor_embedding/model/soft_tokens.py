@@ -80,8 +80,7 @@ def vocabulary_mix(
 
     def mixed(states):
         weights = head.weight[: rows or None].to(dtype)
-        tied = embeddings.weight is head.weight
-        table = weights if tied else embeddings.weight[: rows or None].to(dtype)
+        table = weights if decoder.tied else embeddings.weight[: rows or None].to(dtype)
         logits = (states.to(dtype) @ weights.T).float() * (form.scale / temperature)
         return (logits.softmax(-1).to(dtype) @ table).float()
 
@@ -249,7 +248,7 @@ def add_pause_tokens(
         values = values.mean(0) + values.std(0) * noise
         values = values * getattr(embeddings, "embed_scale", 1.0)
     decoder.pause_tokens = nn.Parameter(values.to(table.device, torch.float32))
-    if decoder.head.weight is not table:
+    if not decoder.tied:
         decoder.head.requires_grad_(False)
 
 

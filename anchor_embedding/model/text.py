@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PROMPT', 'OPENINGS', 'clean', 'is_prompt', 'check_prompt', 'format_instruction', 'Template', 'make_template',
-           'opening_ids', 'TokenizedText', 'TextTokenizer', 'list_of_texts']
+           'opening_ids', 'TokenizedText', 'TextTokenizer', 'list_of_texts', 'one_for_each']
 
 # %% ../../nbs/model/10_text.ipynb #c0014a93
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
 from ..common.errors import InputError
@@ -424,16 +424,26 @@ def list_of_texts(texts: Sequence[str]) -> list[str]:
     return list(texts)
 
 
+def one_for_each(
+    instruction: str | Sequence[str | None] | None, texts: Sequence[str]
+) -> list[str | None]:
+    "The instruction of each text. Raises `InputError` for another number of them."
+    if instruction is None or isinstance(instruction, str):
+        return [instruction] * len(texts)
+    if not isinstance(instruction, Sized):
+        raise InputError(f"instruction = {instruction!r}: give a text, or a list with one for each")
+    if len(instruction) != len(texts):
+        raise InputError(
+            f"{len(instruction)} instructions for {len(texts)} texts: give one for all or one for "
+            "each"
+        )
+    return list(instruction)
+
+
 def _check_texts(texts, instruction):
     "`texts` cleaned, and one instruction (or None) for each."
     texts = [clean(text) for text in list_of_texts(texts)]
-    if instruction is None or isinstance(instruction, str):
-        instruction = [instruction] * len(texts)
-    if len(instruction) != len(texts):
-        raise InputError(
-            f"{len(instruction)} instructions for {len(texts)} texts: give one for "
-            "all or one for each"
-        )
+    instruction = one_for_each(instruction, texts)
     return texts, [clean(one) if one else None for one in instruction]
 
 # %% ../../nbs/model/10_text.ipynb #efaa1634

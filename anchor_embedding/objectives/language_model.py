@@ -17,7 +17,7 @@ from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder, check_positions
 from ..model.text import TextTokenizer
 from ..model.vocabulary import sums_of
-from .ceiling import states_after
+from .ceiling import separator_ids, states_after
 from .objective import DIRECTIONS, PairTokens, TextLengths
 from .reconstruction import TokenMeans
 
@@ -38,8 +38,8 @@ class LanguageModel(TokenMeans):
 
     def prepared(self, tokenizer: TextTokenizer) -> "LanguageModel":
         "The same objective with the ids of the opening and of a line break."
-        line_break = tokenizer.tokenizer("\n", add_special_tokens=False)["input_ids"]
-        return replace(self, before=tokenizer.template.opening, between=tuple(line_break))
+        between = tuple(separator_ids(tokenizer))
+        return replace(self, before=tokenizer.template.opening, between=between)
 
     def check_context(self, decoder: CausalDecoder, tokenizer: TextTokenizer) -> None:
         "See `Objective.check_context`."

@@ -28,7 +28,12 @@ import torch.nn.functional as F
 # %% ../../nbs/study/70_bench.ipynb #cad67347
 from ..common.errors import InputError
 from ..common.files import write_json
-from ..common.provenance import device_name, installed_versions, source_commit
+from anchor_embedding.common.provenance import (
+    device_name,
+    dtype_name,
+    installed_versions,
+    source_commit,
+)
 from ..common.settings import closest
 from ..data.examples import Example
 from ..embed.embedder import load_embedder
@@ -200,9 +205,7 @@ def their_encoder(request: Request) -> Callable[..., dict]:
 # %% ../../nbs/study/70_bench.ipynb #e7b7e23d
 def encode(request: Request) -> Contest:
     "Encoding against padded batches and `SentenceTransformer.encode`."
-    embedder = load_embedder(
-        request.base, str(request.compute).removeprefix("torch."), request.device
-    )
+    embedder = load_embedder(request.base, dtype_name(request.compute), request.device)
     count = request.count("encode")
     pairs = drawn_pairs(embedder.tokenizer.tokenizer, -(-count // 2))
     texts = [text for pair in pairs for text in (pair.query, pair.positive)][:count]
@@ -406,7 +409,7 @@ def conditions(shape: str, device: torch.device, dtype: torch.dtype, rounds: int
         "processor": processor[1] if processor else platform.processor(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "rounds": rounds,
         "data": {"query": QUERY, "document": DOCUMENT, "most": MOST},
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -435,7 +438,7 @@ def contest_record(contest: Contest, rounds: int, say: Callable[[str], None]) ->
         contest.unit: len(contest.work),
         "tokens": contest.tokens,
         "flops": contest.flops,
-        "dtype": str(contest.dtype).removeprefix("torch."),
+        "dtype": dtype_name(contest.dtype),
         "exact": exact,
         "sides": summarise(contest, rows),
         "rounds": rows,

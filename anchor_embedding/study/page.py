@@ -151,7 +151,7 @@ def report_summary(
 def summary_html(
     report: dict,  # see `read_report`
 ) -> Markup | str:
-    "`summary` as HTML, with commands as code."
+    "`report_summary` as HTML, with commands as code."
     facts = {key: escape(text) for key, text in report_summary(report).items()}
     if "search it" in facts:
         facts["search it"] = Markup("<code>{}</code>").format(facts["search it"])

@@ -39,8 +39,9 @@ from anchor_embedding.study.arms import (
 )
 from .page import html_report
 from .report import findings, headline, read_metrics, results_table
+from ..train.inputs import batch_plan
 from ..train.pipeline import Pipeline
-from ..train.prepare import batch_plan, model_digest, prepare_tokenizer
+from ..train.prepare import model_digest, prepare_tokenizer
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c

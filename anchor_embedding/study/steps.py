@@ -6,6 +6,7 @@
 __all__ = ['without_soft_tokens', 'sweep_steps', 'time_steps', 'check_unseen', 'sweep_record']
 
 # %% ../../nbs/study/55_steps.ipynb #50af1ead
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,14 +27,10 @@ from ..evaluate.significance import paired_bootstrap
 # %% ../../nbs/study/55_steps.ipynb #09d22e22
 def without_soft_tokens(embedder):
     "The same model, with the state of the EOS as the vector of a text."
-    return type(embedder)(
-        embedder.decoder,
-        embedder.tokenizer,
-        "eos",
-        decode_opening=embedder.decode_opening,
-        instructions=embedder.instructions,
-        datasets=embedder.datasets,
-    )
+    bare = copy.copy(embedder)
+    bare.pooling = "eos"
+    bare.soft_tokens = None
+    return bare
 
 
 def sweep_steps(
@@ -147,7 +144,7 @@ def sweep_record(
         "commit": source_commit(),
         "note": note,
         "device": device_name(embedder.decoder.device),
-        "dtype": str(embedder.decoder.compute_dtype or embedder.decoder.head.weight.dtype),
+        "dtype": str(embedder.decoder.product_dtype),
         "data": pairs.source["data"],
         "heldout": len(heldout),
         "fingerprint": fingerprint(heldout),

@@ -82,7 +82,7 @@ class SubjectSettings(BaseModel):
     base: NonEmpty  # model to start from: a hub name, a folder, or a name this package knows
     # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
     data: NonEmpty
-    # share of a dataset's rows that is used in one pass
+    # how often a pass goes through a dataset, "dataset=ratio"; once through those not named
     sampling: Annotated[Texts, _RATIOS] = ()
     # "paper": Table 6; "as_released": the same, but not on symmetric documents
     instructions: Annotated[str, _INSTRUCTIONS] = "none"

@@ -23,20 +23,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from .inputs import batch_plan
 from anchor_embedding.train.prepare import (
     BatchesAhead,
-    batch_plan,
     fit_to_device,
     load_examples,
     make_data,
     prepare_embedder,
-    weights_digest,
 )
 
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
 from ..common.files import finite, write_json
-from ..common.provenance import installed_versions, source_commit
+from anchor_embedding.common.provenance import (
+    dtype_name,
+    installed_versions,
+    source_commit,
+    weights_digest,
+)
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example, draw_different, fingerprint
@@ -220,7 +224,7 @@ def compare_gradients(
     if math.isnan(cosine):
         return {"skipped": "the first pairs have no gradient"}
     if cosine < TRUSTED_COSINE:
-        dtype = str(embedder.decoder.compute_dtype).removeprefix("torch.")
+        dtype = dtype_name(embedder.decoder.compute_dtype)
         other = ', or decode_opening = "encode"' * (recipe.objective.decode_opening != "encode")
         warnings.warn(
             f"over {counted(len(pairs), 'pair')} Stage I's gradients in float32 and in "
