@@ -1080,6 +1080,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._run_facts': ( 'embed/mining.html#_run_facts',
                                                                                              'anchor_embedding/embed/mining.py'),
+                                               'anchor_embedding.embed.mining._trained_with': ( 'embed/mining.html#_trained_with',
+                                                                                                'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._work_folder': ( 'embed/mining.html#_work_folder',
                                                                                                'anchor_embedding/embed/mining.py'),
                                                'anchor_embedding.embed.mining._write_rows': ( 'embed/mining.html#_write_rows',

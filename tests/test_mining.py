@@ -1177,3 +1177,30 @@ def test_settings_that_a_scorer_does_not_have_are_refused(pairs, tmp_path):
         with pytest.raises(InputError, match=message):
             mine_negatives(pairs, out, model, **settings, **QUIET)
     assert not out.exists()
+
+
+def test_mining_says_what_it_does_not_use(base, tmp_path):
+    """The instructions of a model's training, and the negatives that the rows have."""
+    rows = [
+        {"query": f"query {n}", "positive": f"text {n}", "negatives": [f"wrong {n}"] * (n < 2)}
+        for n in range(8)
+    ]
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    embedder = Embedder.from_pretrained(base, device="cpu")
+    embedder.instructions = {"table": {"pairs": ["Find"]}, "symmetric": []}
+    embedder.save_pretrained(tmp_path / "told")
+    told = Instructions("own", {"pairs": ("Find",)})
+    for name, model, instructions, noted in (
+        ("memory", embedder, None, True),
+        ("folder", tmp_path / "told", None, True),
+        ("given", embedder, told, False),
+        ("bare", base, None, False),
+        ("bm25", "bm25", None, False),
+    ):
+        lines = []
+        out = tmp_path / f"{name}.jsonl"
+        settings = {"instructions": instructions, "progress": False, "say": lines.append}
+        mine_negatives(source, out, model, **settings)
+        assert any("trained with instructions" in line for line in lines) == noted, name
+        assert any("2 pairs of 8 have negatives already" in line for line in lines)

@@ -42,9 +42,10 @@ from anchor_embedding.embed.candidates import (
     read_arrays,
     save_arrays,
 )
-from .embedder import Embedder
+from .embedder import Embedder, read_settings
 from .pool import PART, Pool, read_corpus, read_pairs, read_pool
 from .vectors import unit
+from ..model.base import resolve_base
 
 # %% ../../nbs/embed/64_mining.ipynb #4b7e1da8
 _AtLeastOne = Annotated[int, Field(ge=1)]
@@ -349,6 +350,15 @@ def _work_folder(out: Path, run: dict, resume: bool, say: Callable[[str], None])
         shutil.rmtree(folder)
 
 # %% ../../nbs/embed/64_mining.ipynb #2459633b
+def _trained_with(model) -> str | Mapping | None:
+    "The instructions that a model was trained with; None if it does not tell."
+    if isinstance(model, Embedder):
+        return model.instructions
+    if isinstance(model, CosineScores | Bm25Scores) or model == "bm25":
+        return None
+    return read_settings(resolve_base(str(model)).path).get("instructions")
+
+
 def _model_in_memory(scorer: CosineScores, first: Example) -> str:
     "A hash of the rounded vectors of a pair, for a model that has no revision."
     digest = hashlib.sha256()
@@ -432,6 +442,16 @@ def mine_negatives(
         names = ", ".join(without)
         say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
     scorer_for, scorer_facts = load_scorer(model, dtype, extra.corpus, device, max_length)
+    if not instructions.table and _trained_with(model) not in (None, "none"):
+        say(
+            "note: this model was trained with instructions in front of queries, and mining gives "
+            "none; name them with --instructions"
+        )
+    if own := int((store.negatives_per_row > 0).sum()):
+        say(
+            f"note: {counted(own, 'pair')} of {len(store):,} {'has' if own == 1 else 'have'} negatives "
+            "already; they are documents like all others, and only those that are chosen stay"
+        )
     scorers = {name: scorer_for(*instructions.for_example(name, 0)) for name in store.rows}
     if extra.corpus and not any(isinstance(scorer, Bm25Scores) for scorer in scorers.values()):
         check_instructions(extra.corpus, instructions, store.rows)
