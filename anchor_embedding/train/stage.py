@@ -34,7 +34,12 @@ from anchor_embedding.train.prepare import (
 # %% ../../nbs/train/45_stage.ipynb #0f514c1f
 from ..common.errors import InputError
 from ..common.files import finite, write_json
-from ..common.provenance import dtype_name, installed_versions, source_commit, weights_digest
+from anchor_embedding.common.provenance import (
+    dtype_name,
+    installed_versions,
+    source_commit,
+    weights_digest,
+)
 from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..data.examples import Example, draw_different, fingerprint
