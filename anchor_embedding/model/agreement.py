@@ -33,7 +33,9 @@ def attention_of(
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise InputError(f"it does not take an attention from outside ({one_line(error, 120)})") from error
+        raise InputError(
+            f"it does not take an attention from outside ({one_line(error, 120)})"
+        ) from error
     if model.config._attn_implementation != name:  # transformers only warns
         raise InputError("it does not take an attention from outside")
     try:

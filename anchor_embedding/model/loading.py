@@ -50,8 +50,12 @@ def choose_device() -> torch.device:
     )
 
 
-def find_device(device: str | torch.device) -> torch.device:
-    "The device of this name. Raises `InputError` if this machine does not have it."
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device of this name; None: `choose_device`. Raises `InputError` if this machine does not
+    have it.
+    """
+    if device is None:
+        return choose_device()
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)

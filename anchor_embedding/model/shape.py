@@ -144,9 +144,7 @@ def model_from_config(
             AutoConfig.for_model(**settings, **none), dtype=dtype
         )
     except Exception as error:  # for wrong numbers, a library may raise anything
-        raise InputError(
-            f"transformers builds no causal LM from it ({one_line(error)})"
-        ) from None
+        raise InputError(f"transformers builds no causal LM from it ({one_line(error)})") from None
 
 
 def shape_from_config(
