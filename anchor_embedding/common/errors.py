@@ -10,6 +10,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """An error's message in one line of at most so many characters."""
+    return " ".join(str(error).split())[:most]
+
+
 class Stopped(Exception):
     """A run ended because it was told to (Ctrl-C, SIGTERM), with everything up to then saved;
     `signal` is its number, `remedy` how it goes on.

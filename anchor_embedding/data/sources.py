@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from ..common.files import near_path
 from ..common.show import counted
 from .examples import DoubtfulLabel, Example, examples_in
@@ -93,7 +93,7 @@ def _load(name, load, remedy):
         ) from None
     except Exception as error:  # a dataset's files, card and configurations can raise anything
         raise InputError(
-            f"{name}: datasets cannot load it ({str(error).partition(chr(10))[0]}); {remedy}"
+            f"{name}: datasets cannot load it ({first_line(error)}); {remedy}"
         ) from error
 
 

@@ -39,7 +39,6 @@ from ..model.decoder import POOLINGS, CausalDecoder, check_echo, evaluating
 from anchor_embedding.model.loading import (
     check_head,
     check_vocabulary,
-    choose_device,
     choose_dtype,
     find_device,
     load_decoder,
@@ -450,7 +449,7 @@ def load_embedder(
     tokenizer with more tokens than the model has embeddings.
     """
     check_known(settings, _SETTINGS)
-    device = choose_device() if device is None else find_device(device)
+    device = find_device(device)
     path = resolve_base(str(name)).path
     own = own_files(path)
     _refuse_other_makes(path, own, settings)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..common.errors import InputError
+from ..common.errors import InputError, one_line
 from ..common.files import atomic_folder, read_json, refuse_here
 from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
@@ -509,7 +509,7 @@ def push_to_hub(
         OfflineModeIsEnabled,
         OSError,
     ) as error:
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the model hub did not take {name}: {reason}; the export itself is complete in {folder}"
+            f"the model hub did not take {name}: {one_line(error)}; the export itself is complete "
+            f"in {folder}"
         ) from error

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..common.errors import InputError
+from ..common.errors import InputError, one_line
 from .embedder import Embedder, load_embedder
 
 # %% ../../nbs/embed/35_onnx.ipynb #2f70f5d1
@@ -106,9 +106,8 @@ def _write_graph(graph: _Graph, path: Path) -> None:
             )
             program.save(path)
     except OnnxExporterError as error:
-        reason = " ".join(str(error).split())[:200]
         name = type(graph.backbone).__name__
-        raise InputError(f"PyTorch cannot write {name} as ONNX: {reason}") from error
+        raise InputError(f"PyTorch cannot write {name} as ONNX: {one_line(error)}") from error
 
 # %% ../../nbs/embed/35_onnx.ipynb #f28b7d8f
 MIN_COSINE = 0.9999  # between a vector of the graph and ours, both in float32

@@ -22,7 +22,7 @@ import torch
 from transformers import set_seed
 
 # %% ../../nbs/evaluate/40_benchmark.ipynb #c219bd5c
-from ..common.errors import InputError
+from ..common.errors import InputError, first_line
 from ..common.files import locked
 from ..common.progress import progress_bar
 from ..common.provenance import code_digest, installed_versions, source_commit
@@ -140,8 +140,7 @@ def _reason(error: Exception, task) -> str:
     "An error as one line, with a hint."
     if isinstance(error, InputError):
         return str(error)
-    first = str(error).partition("\n")[0]
-    line = f"{type(error).__name__}: {first}"[:500]
+    line = f"{type(error).__name__}: {first_line(error)}"[:500]
     if isinstance(error, torch.OutOfMemoryError):
         return f"{line}; lower batch_tokens"
     if hasattr(task, "folder") or task.data_loaded:

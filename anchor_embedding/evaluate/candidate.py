@@ -27,7 +27,7 @@ from anchor_embedding.evaluate.encoder import (
 from .prompts import PromptStyle, check_prompts
 from .scores import digest
 from ..model.base import resolve_base
-from ..model.loading import choose_device, choose_dtype, find_device
+from ..model.loading import choose_dtype, find_device
 from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/37_candidate.ipynb #cbd3adc3
@@ -77,8 +77,7 @@ def find_candidate(
     if loaded:
         compute_dtype = model.decoder.product_dtype
     else:
-        device = choose_device() if device is None else find_device(device)
-        compute_dtype = choose_dtype(dtype, device)[0]
+        compute_dtype = choose_dtype(dtype, find_device(device))[0]
     identity = {
         "revision": revision,
         "prompts": style.name,

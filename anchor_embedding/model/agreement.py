@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ..common.errors import InputError
+from ..common.errors import InputError, one_line
 from .packing import ATTENTION, pack, packed_forward
 
 # %% ../../nbs/model/30_agreement.ipynb #dbb61527
@@ -33,18 +33,15 @@ def attention_of(
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise InputError(f"it does not take an attention from outside ({_short(error)})") from error
+        raise InputError(
+            f"it does not take an attention from outside ({one_line(error, 120)})"
+        ) from error
     if model.config._attn_implementation != name:  # transformers only warns
         raise InputError("it does not take an attention from outside")
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def _short(error: Exception) -> str:
-    "A message in one line of at most 120 characters."
-    return " ".join(str(error).split())[:120]
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,7 @@ def _compare_small_copy(config) -> LogitForm:
     except Exception as error:  # a configuration's own checks may raise anything
         raise InputError(
             "no small copy of it can be made to test it on "
-            f"({type(error).__name__}: {_short(error)})"
+            f"({type(error).__name__}: {one_line(error, 120)})"
         ) from error
     generator = torch.Generator().manual_seed(0)
     texts = [
@@ -273,7 +270,7 @@ def _compare_small_copy(config) -> LogitForm:
         raise
     except Exception as error:  # so may a model's own code
         raise InputError(
-            f"it does not run on packed texts ({type(error).__name__}: {_short(error)})"
+            f"it does not run on packed texts ({type(error).__name__}: {one_line(error, 120)})"
         ) from error
 
 # %% ../../nbs/model/30_agreement.ipynb #ef280821

@@ -50,14 +50,18 @@ def choose_device() -> torch.device:
     )
 
 
-def find_device(device: str | torch.device) -> torch.device:
-    "The device of this name. Raises `InputError` if this machine does not have it."
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device of this name; None: `choose_device`. Raises `InputError` if this machine does not
+    have it.
+    """
+    if device is None:
+        return choose_device()
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         raise InputError(
-            f"device {str(device)!r} cannot be used ({_one_line(error)}); give cpu, or cuda if "
+            f"device {str(device)!r} cannot be used ({_first_sentence(error)}); give cpu, or cuda if "
             "there is a GPU"
         ) from None
     return chosen
@@ -204,7 +208,7 @@ def _loaded(name, load: Callable, **options):
         return load(name, **options)
     except _NOT_LOADED as error:
         raise InputError(
-            f"cannot load model {str(name)!r}: {_one_line(error)}. Give a folder with "
+            f"cannot load model {str(name)!r}: {_first_sentence(error)}. Give a folder with "
             "a model or a name on the hub"
         ) from error
 
@@ -308,7 +312,7 @@ def load_adapter(
         report = set_peft_model_state_dict(model, weights)
     except (RuntimeError, KeyError) as error:
         raise InputError(
-            f"the adapter in {str(folder)!r} does not fit the model: {_one_line(error)}; {remedy}"
+            f"the adapter in {str(folder)!r} does not fit the model: {_first_sentence(error)}; {remedy}"
         ) from error
     # the other keys are the base's
     missing = [key for key in report.missing_keys if model.base_model.prefix in key]
@@ -330,7 +334,7 @@ def load_tokenizer(
         # the tokenizers library raises plain `Exception`
         if type(error) is not Exception and not isinstance(error, _NOT_LOADED):
             raise
-        raise InputError(f"no tokenizer at {str(name)!r}: {_one_line(error)}") from error
+        raise InputError(f"no tokenizer at {str(name)!r}: {_first_sentence(error)}") from error
     # without files, transformers makes an empty tokenizer for some models
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise InputError(
@@ -346,7 +350,7 @@ def _refuse_file(name) -> None:
         raise InputError(f"{name} is a file; give the folder of a model, or a name on the hub")
 
 
-def _one_line(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     "The first sentence of a long message."
     return " ".join(str(error).split()).split(". ")[0][:300]
 
@@ -480,7 +484,7 @@ def add_lora(
         decoder.model = get_peft_model(decoder.model, config)
     except ValueError as error:
         raise InputError(
-            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_one_line(error)}"
+            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_first_sentence(error)}"
         ) from error
     fuse_lora(decoder.model)
     return decoder
@@ -574,7 +578,7 @@ def _load_adapter(folder, dtype, device, compute_dtype):
     try:
         merge_lora(decoder).eval()
     except RuntimeError as error:
-        reason = _one_line(error).removesuffix(".")
+        reason = _first_sentence(error).removesuffix(".")
         raise InputError(
             f"the adapter in {str(folder)!r} cannot be merged into its base: {reason}; train one "
             "without it"

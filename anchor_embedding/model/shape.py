@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..common.errors import InputError
+from ..common.errors import InputError, one_line
 from ..common.settings import closest
 
 # %% ../../nbs/model/58_shape.ipynb #c7dd7b14
@@ -144,8 +144,7 @@ def model_from_config(
             AutoConfig.for_model(**settings, **none), dtype=dtype
         )
     except Exception as error:  # for wrong numbers, a library may raise anything
-        line = " ".join(str(error).split())
-        raise InputError(f"transformers builds no causal LM from it ({line[:200]})") from None
+        raise InputError(f"transformers builds no causal LM from it ({one_line(error)})") from None
 
 
 def shape_from_config(

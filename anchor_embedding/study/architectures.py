@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # %% ../../nbs/study/80_architectures.ipynb #9bd72c9e
-from ..common.errors import InputError
+from ..common.errors import InputError, one_line
 from ..common.files import finite, write_json
 from ..common.provenance import installed_versions, source_commit
 from ..data.batches import TokenBatch
@@ -91,12 +91,12 @@ def default_config(model_type: str):
     try:
         return AutoConfig.for_model(model_type)
     except Exception as error:  # a configuration's own checks may raise anything
-        raise ValueError(_one_line(error)) from error
+        raise ValueError(_in_words(error)) from error
 
 
-def _one_line(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     "An exception as one short line."
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return f"{type(error).__name__}: {one_line(error, 150)}"
 
 # %% ../../nbs/study/80_architectures.ipynb #f50c015e
 def tiny_configs(
@@ -136,7 +136,7 @@ def tiny_random_model(model_type: str) -> nn.Module:
             return model
         # a configuration's own checks and a model's own code may raise anything
         except Exception as error:
-            faults.append(_one_line(error))
+            faults.append(_in_words(error))
     raise ValueError("; ".join(list(dict.fromkeys(faults))[:2]))
 
 # %% ../../nbs/study/80_architectures.ipynb #a2c03713

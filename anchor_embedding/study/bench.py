@@ -37,7 +37,7 @@ from anchor_embedding.common.provenance import (
 from ..common.settings import closest
 from ..data.examples import Example
 from ..embed.embedder import load_embedder
-from ..model.loading import choose_device, choose_dtype, find_device
+from ..model.loading import choose_dtype, find_device
 from ..model.shape import read_shape
 from ..model.text import TextTokenizer
 from .measure import give_back, matmul_peak, memory_added, timed
@@ -461,7 +461,7 @@ def bench(
     from transformers.utils.logging import disable_progress_bar
 
     kinds = check_kind(kind)
-    chosen = find_device(device) if device else choose_device()
+    chosen = find_device(device or None)
     if rounds < 1:
         raise InputError(f"rounds = {rounds}: give at least 1")
     if pairs is not None and pairs < 2:
