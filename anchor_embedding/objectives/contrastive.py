@@ -422,7 +422,7 @@ class Contrastive(ContrastiveLoss):
         more = hard + same * self.same_side_negatives
         return f"{counted(pairs - 1, 'in-batch positive')}{more} for every query{none}"
 
-    def departures(self, recipe) -> dict:
+    def deviations(self, recipe) -> dict:
         "The mean is over all tokens; LLM2Vec's leaves the instruction out."
         if (recipe.attention, recipe.pooling) != ("bidirectional", "mean"):
             return {}

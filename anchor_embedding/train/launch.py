@@ -369,7 +369,6 @@ def _one_stage(
         )
     return loaded
 
-
 # %% ../../nbs/train/50_launch.ipynb #9ddc83f8
 def launch(
     recipe: str | Path | Recipe,  # a shipped name, a TOML file, or a recipe
