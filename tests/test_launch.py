@@ -23,6 +23,7 @@ from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.train import launch as launching
 from anchor_embedding.train.launch import WorkerError, launch
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.runs import RunFolder
 from anchor_embedding.train.stage import train
 
 WORDS = PROSE.split()
@@ -226,7 +227,7 @@ def test_stopped_watcher_leaves_no_process(tmp_path, recipe, monkeypatch, number
     assert watcher.returncode == code and says in said, said
     wait_until(lambda: not alive(processes))
     assert (
-        2 <= launching.newest_checkpoint(tmp_path / "run") < 100
+        2 <= RunFolder(tmp_path / "run").newest() < 100
         and not (tmp_path / "run" / "final").exists()
     )
     if number == signal.SIGINT:

@@ -1,0 +1,1 @@
+"""The command `anchor`: it parses arguments and calls the library."""

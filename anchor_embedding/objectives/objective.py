@@ -180,7 +180,7 @@ class Objective(Checked):
         "The settings on which the paper is silent although the loss depends on them."
         return {}
 
-    def departures(self, recipe) -> dict:  # what → (here, in the paper)
+    def deviations(self, recipe) -> dict:  # what → (here, in the paper)
         "The differences from its paper that are not settings of the objective."
         return {}
 

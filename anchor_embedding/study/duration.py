@@ -153,5 +153,5 @@ def work_done(work: Work, name: str, recipe: Recipe, folder: Path) -> float:  # 
     "The part of the stage called `arm/stage` that its run folder already holds."
     if (folder / "final").exists():
         return work.of_stage(name, recipe)
-    steps = max(RunFolder(folder).checkpoints(), default=0) if folder.exists() else 0
+    steps = RunFolder(folder).newest() if folder.exists() else 0
     return work.of_stage(name, recipe, steps) if steps else 0.0

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GRACE', 'LIFELINE', 'accelerators', 'check_processes', 'worker_environment', 'run_worker', 'Worker', 'start_worker',
            'stop_workers', 'started_workers', 'run_copies', 'WorkerError', 'last_words', 'worker_error',
-           'raise_failure', 'NewRows', 'watch', 'newest_checkpoint', 'launch']
+           'raise_failure', 'NewRows', 'watch', 'launch']
 
 # %% ../../nbs/train/50_launch.ipynb #2b6fc8cd
 import json
@@ -401,11 +401,6 @@ def _one_stage(
         )
     return loaded
 
-
-def newest_checkpoint(folder: Path) -> int:
-    "The step of the newest checkpoint in a run folder; 0 if there is none."
-    return max(RunFolder(folder).checkpoints(), default=0)
-
 # %% ../../nbs/train/50_launch.ipynb #9ddc83f8
 def launch(
     recipe: str | Path | Recipe,  # a shipped name, a TOML file, or a recipe
@@ -430,7 +425,7 @@ def launch(
             f"batch_size {recipe.batch_size} must be a multiple of the {nproc} processes"
         )
     out = Path(out or Path("runs") / recipe.name)
-    first = newest_checkpoint(out) if resume else 0
+    first = RunFolder(out).newest() if resume else 0
     plot = in_notebook() if plot is None else plot
     if resume:
         say(resume_line(out, first))
@@ -451,7 +446,7 @@ def launch(
                     )
                     raise
         except (KeyboardInterrupt, SystemExit):
-            step = newest_checkpoint(out)
+            step = RunFolder(out).newest()
             remedy = f"go on from step {step} with resume" if step else "there is no checkpoint yet"
             say(f"stopped; {remedy}")
             raise

@@ -92,7 +92,7 @@ def check_finite(values: dict[str, float], step: int, folder: RunFolder) -> None
     "Raise `InputError`, which names the last checkpoint, if a value is not finite."
     for name, value in values.items():
         if not math.isfinite(value):
-            last = max(folder.checkpoints(), default=None)
+            last = folder.newest()
             kept = (
                 f"; the last checkpoint is step {last} in {folder.path}, and a run that goes on "
                 "from it keeps its rate"

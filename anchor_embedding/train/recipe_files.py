@@ -172,4 +172,4 @@ def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the
     ignored = {"base", "data", *RunSettings.model_fields}
     differences = recipe.differences(load_recipe(recipe.objective.paper))
     kept = {key: pair for key, pair in differences.items() if key not in ignored}
-    return kept | recipe.objective.departures(recipe)
+    return kept | recipe.objective.deviations(recipe)

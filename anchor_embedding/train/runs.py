@@ -120,6 +120,10 @@ class RunFolder:
         numbers = [name.removeprefix("step-") for name in names]
         return sorted(int(number) for number in numbers if number.isdecimal())
 
+    def newest(self) -> int:
+        "The step of the newest complete checkpoint; 0 if there is none."
+        return max(self.checkpoints(), default=0)
+
     def checkpoint(self, step: int) -> Path:
         "The folder of a step's checkpoint."
         return self.path / f"step-{step:06}"

@@ -369,7 +369,7 @@ def prepare(
     if run.main:
         run.folder.start(recipe, resume)
     run.accelerator.wait_for_everyone()
-    run.first = run.saved = max(run.folder.checkpoints(), default=0) if resume else 0
+    run.first = run.saved = run.folder.newest() if resume else 0
     if resume:
         run.say(resume_line(run.folder.path, run.first))
         _note_lost_lines(run)
