@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from ..common.errors import InputError, Stopped
 from ..common.files import write_json
 from ..common.progress import progress_bar
-from ..data.examples import Example
-from ..embed.shared import SharedEmbedder
 from ..model.decoder import CausalDecoder
 from ..model.loading import return_freed_memory
 
@@ -34,7 +33,6 @@ from anchor_embedding.model.ranks import (
     own_parameters,
 )
 from ..objectives.objective import Objective
-from .prepare import BatchesAhead, TrainingData
 from .recipe import Recipe
 from anchor_embedding.train.runs import (
     RunFolder,
@@ -121,15 +119,15 @@ class Training:
     first: int  # steps before this start; 0 for a new run
     saved: int  # step of the newest checkpoint; 0 if there is none
     card: dict  # entries for card.json
-    embedder: SharedEmbedder
+    embedder: Any  # a `SharedEmbedder`
     decoder: CausalDecoder  # that of the embedder
     model: torch.nn.Module  # the decoder as `stage.wrap` returns it
     parameters: dict[str, int]  # see `count_parameters`
     objective: Objective  # prepared for the tokenizer
     optimizer: torch.optim.Optimizer
-    data: TrainingData
-    batches: BatchesAhead
-    watched: list[Example]  # pairs on which the objective watches figures; may be empty
+    data: Any  # a `TrainingData`
+    batches: Any  # a `BatchesAhead`
+    watched: list  # pairs (`Example`) on which the objective watches figures; may be empty
 
     def __init__(
         self,
