@@ -140,7 +140,8 @@ def _reason(error: Exception, task) -> str:
     "An error as one line, with a hint."
     if isinstance(error, InputError):
         return str(error)
-    line = f"{type(error).__name__}: {first_line(error)}"[:500]
+    # an error without a message has its name for one
+    line = ": ".join(dict.fromkeys([type(error).__name__, first_line(error)]))[:500]
     if isinstance(error, torch.OutOfMemoryError):
         return f"{line}; lower batch_tokens"
     if hasattr(task, "folder") or task.data_loaded:
