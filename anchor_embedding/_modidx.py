@@ -2018,6 +2018,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'anchor_embedding/model/packing.py'),
                                                 'anchor_embedding.model.packing._put': ( 'model/packing.html#_put',
                                                                                          'anchor_embedding/model/packing.py'),
+                                                'anchor_embedding.model.packing._shares_key_heads': ( 'model/packing.html#_shares_key_heads',
+                                                                                                      'anchor_embedding/model/packing.py'),
                                                 'anchor_embedding.model.packing._torch_varlen': ( 'model/packing.html#_torch_varlen',
                                                                                                   'anchor_embedding/model/packing.py'),
                                                 'anchor_embedding.model.packing.attention_kernel': ( 'model/packing.html#attention_kernel',

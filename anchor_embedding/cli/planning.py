@@ -60,8 +60,8 @@ def _note_on_cpu(operations: float, recipe) -> None:
     most, least = (in_words(operations / speed / share) for share in SHARE_OF_PRODUCTS)
     hours = least if least == most else f"{least} to {most}"
     say(
-        f"without a GPU: training takes {hours} on this CPU, which multiplies {dtype_name(dtype)} at "
-        f"{speed / 1e9:.0f} GFLOP/s (estimate: {SHARE_OF_PRODUCTS[0]:.0%} to "
+        f"without a GPU: training takes {hours} on this CPU, which multiplies "
+        f"{dtype_name(dtype)} at {speed / 1e9:.0f} GFLOP/s (estimate: {SHARE_OF_PRODUCTS[0]:.0%} to "
         f"{SHARE_OF_PRODUCTS[1]:.0%} of that)"
     )
 

@@ -178,13 +178,13 @@ def _rank_and_world() -> tuple[int, int]:
     return (int(os.environ["RANK"]), world) if world > 1 else (0, 1)
 
 
-def _note_cut_texts(embedder, source: Path, settings, number: int = 256) -> None:
+def _note_cut_texts(embedder, source: Path, settings) -> None:
     "Say if many of the first texts are longer than what the model reads."
     from anchor_embedding.data.documents import read_documents
 
     limit = embedder.tokenizer.max_length
     longer = embedder.tokenizer.with_length(limit + 1)
-    first = itertools.islice(read_documents(source, settings.columns), number)
+    first = itertools.islice(read_documents(source, settings.columns), 256)
     lengths = [len(text) for text in longer([one.text for one in first], settings.instruction)]
     cut = sum(length > limit for length in lengths) / max(1, len(lengths))
     if cut >= 0.1:

@@ -21,8 +21,8 @@ _WORD = rf"[^\W{_UNSPACED}]{{2,}}|(?=[{_UNSPACED}])\w"
 
 
 def _bm25s():
-    """The package, without JAX: it would import it for a search that is not used here, and JAX takes
-    three quarters of a GPU's memory.
+    """The package, without JAX: it would import it for a search that is not used here, and JAX
+    takes three quarters of a GPU's memory.
     """
     if "bm25s" not in sys.modules and "jax" not in sys.modules:
         sys.modules["jax"] = None  # an import of it fails

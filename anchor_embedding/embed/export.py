@@ -382,8 +382,8 @@ def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> N
     training = "not trained with it" if asked not in known else "trained with others too"
     warnings.warn(
         f"sentence-transformers will put {asked!r} in front of all queries; the model was "
-        f"{training}, and `Embedder` and `anchor eval` go on to ask as in training, a task that was "
-        "not in it without an instruction",
+        f"{training}, and `Embedder` and `anchor eval` go on to ask as in training, a task that "
+        "was not in it without an instruction",
         stacklevel=3,
     )
 

@@ -449,8 +449,8 @@ def mine_negatives(
         )
     if own := int((store.negatives_per_row > 0).sum()):
         say(
-            f"note: {counted(own, 'pair')} of {len(store):,} {'has' if own == 1 else 'have'} negatives "
-            "already; they are documents like all others, and only those that are chosen stay"
+            f"note: {counted(own, 'pair')} of {len(store):,} {'has' if own == 1 else 'have'} "
+            "negatives already; they are documents like all others, and only those that are chosen stay"
         )
     scorers = {name: scorer_for(*instructions.for_example(name, 0)) for name in store.rows}
     if extra.corpus and not any(isinstance(scorer, Bm25Scores) for scorer in scorers.values()):

@@ -61,8 +61,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         raise InputError(
-            f"device {str(device)!r} cannot be used ({_first_sentence(error)}); give cpu, or cuda if "
-            "there is a GPU"
+            f"device {str(device)!r} cannot be used ({_first_sentence(error)}); give cpu, or cuda "
+            "if there is a GPU"
         ) from None
     return chosen
 
@@ -312,7 +312,8 @@ def load_adapter(
         report = set_peft_model_state_dict(model, weights)
     except (RuntimeError, KeyError) as error:
         raise InputError(
-            f"the adapter in {str(folder)!r} does not fit the model: {_first_sentence(error)}; {remedy}"
+            f"the adapter in {str(folder)!r} does not fit the model: {_first_sentence(error)}; "
+            f"{remedy}"
         ) from error
     # the other keys are the base's
     missing = [key for key in report.missing_keys if model.base_model.prefix in key]
@@ -484,7 +485,8 @@ def add_lora(
         decoder.model = get_peft_model(decoder.model, config)
     except ValueError as error:
         raise InputError(
-            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: {_first_sentence(error)}"
+            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: "
+            f"{_first_sentence(error)}"
         ) from error
     fuse_lora(decoder.model)
     return decoder

@@ -385,12 +385,18 @@ def _flash_attention(query, key, value, cu_seqlens, longest, scale, window, drop
     )  # fmt: skip
 
 
+@cache
+def _shares_key_heads(kernel) -> bool:
+    "Whether the kernel takes fewer key heads than query heads, as from torch 2.12 on."
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _torch_varlen(query, key, value, cu_seqlens, longest, scale, window):
     "(T, H, D) through torch's variable-length kernel."
     from torch.nn.attention.varlen import varlen_attn
 
     shared = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+    if not _shares_key_heads(varlen_attn):
         shared = {}
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     return varlen_attn(

@@ -112,8 +112,8 @@ def count_parameters(decoder: CausalDecoder) -> dict[str, int]:
 
 # %% ../../nbs/train/40_loop.ipynb #6296cf46
 class Training:
-    """A run on this process: recipe, folder and accelerator. `stage.prepare` fills in the attributes
-    that are declared here.
+    """A run on this process: recipe, folder and accelerator. `stage.prepare` fills in the
+    attributes that are declared here.
     """
 
     first: int  # steps before this start; 0 for a new run

@@ -430,8 +430,8 @@ def check_same_run(
     run: Training,
     before: dict,  # its card before this start; empty for a new run
 ) -> None:
-    """Raise `InputError` if the data, the base, the instructions or a teacher are not those that the
-    run began with, or if its loss depends on the number of processes and that has changed.
+    """Raise `InputError` if the data, the base, the instructions or a teacher are not those that
+    the run began with, or if its loss depends on the number of processes and that has changed.
     """
     recipe = run.recipe
     path = run.folder.path / "card.json"
