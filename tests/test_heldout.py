@@ -3,6 +3,7 @@
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from unittest import mock
@@ -232,3 +233,29 @@ def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
         evaluated = plain_texts(seen[1])
         assert evaluated == texts_of(pairs) and not evaluated & texts_of(hidden)
         assert report["card"]["judged_by"] == part
+
+
+def test_a_pipeline_without_stage_1_trains_on_what_it_would_hold_out_for_it(base, tmp_path):
+    """Every pair is trained on or held out for the scores, and the log says how many are which."""
+    rows = [
+        {"query": f"what is {words(i, 5)} {i}?", "positive": f"{words(3 * i, 6)} {i}"}
+        for i in range(40)
+    ]
+    (tmp_path / "data").mkdir()
+    for name, part in (("train", rows[:30]), ("val", rows[30:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
+    shared = [f"base={base}", f"data={tmp_path / 'data'}", "batch_size=8", "max_length=24"]
+    shared += ["steps=2", "evaluation.pairs=8", "evaluation.every=2", "dtype=float32"]
+    for name, counts in (
+        ("baseline", "32 pairs to train on, 8 held out"),
+        ("quickstart", "24 pairs to train on, 8 held out for the scores and 8 for the gain"),
+    ):
+        said = []
+        pipeline = load_recipe("quickstart", shared)
+        if name == "baseline":
+            stage = pipeline.stages["stage2"]
+            pipeline = replace(pipeline, stages={"stage2": stage}, arms={"baseline": ("stage2",)})
+        run_pipeline(pipeline, tmp_path / name, progress=False, say=said.append)
+        assert any(line.startswith(counts) for line in said), said
+        assert any(line.endswith("may be a test split: val.jsonl") for line in said), said

@@ -190,6 +190,19 @@ def test_texts_that_are_cut_are_said(base, examples, pairs, tmp_path):
     assert any(re.search(r"cuts \d+% of the queries and 100% of the positives", s) for s in said)
 
 
+def test_what_is_said_of_a_mixture_is_of_the_pairs_trained_on(base, pairs):
+    """The first batch holds one dataset only, and one that is left out counts nowhere."""
+    rows = [Example("who", "holds " * 60, (), "long")] * 300
+    rows += [Example("who", "it", ("a sail",), "short")] * 300
+    recipe = small(base, pairs, batch_size=256, max_length=24)
+    tokenizer = prepare_tokenizer(recipe, str(base))
+    for sampling, said in (((), (0, 0.5, 600, 1)), (("short=0",), (0, 1, 300, 0))):
+        data = make_data(recipe.replace(sampling=sampling), tokenizer, rows)
+        found = (*data.cut(), data.source["pairs"], data.most_negatives)
+        assert found == pytest.approx(said)
+    assert data.source["left_out"] == {"short": 300}
+
+
 def resume(recipe, folder, refused):
     "Resume a run; with a part named, it must be refused for that part."
     if refused:

@@ -108,16 +108,17 @@ class BatchPlan:
         )
         # number of different rows
         usable = {name: min(taken[name], len(indices)) for name, indices in rows.items()}
-        self.left_out = {name: count for name, count in usable.items() if count < batch_size}
-        self.rows = {name: indices for name, indices in rows.items() if name not in self.left_out}
+        left_out = {name: count for name, count in usable.items() if count < batch_size}
+        self.left_out = {name: len(rows[name]) for name in left_out}  # dataset → its rows
+        self.rows = {name: indices for name, indices in rows.items() if name not in left_out}
         if not self.rows:
-            largest = max(self.left_out.values(), default=0)
+            largest = max(left_out.values(), default=0)
             remedy = f"set batch_size to at most {largest}" if largest else "give examples"
             raise InputError(
                 f"no dataset fills a batch of {batch_size} examples (the largest has "
                 f"{largest}): {remedy}"
             )
-        for name, count in self.left_out.items():
+        for name, count in left_out.items():
             if self.sampling.get(name) != 0:
                 warnings.warn(
                     f"dataset {name!r} is left out: {counted(count, 'example')} cannot "
@@ -125,6 +126,14 @@ class BatchPlan:
                     stacklevel=2,
                 )
         self.batches = {name: taken[name] // batch_size for name in self.rows}
+        for name in self.sampling.keys() & self.batches.keys():
+            made = self.batches[name] * batch_size
+            if made < 0.9 * taken[name]:
+                warnings.warn(
+                    f"sampling takes {taken[name]:,} pairs of {name!r} in a pass, of which whole "
+                    f"batches of {batch_size} leave {made:,}",
+                    stacklevel=2,
+                )
         self.steps_per_pass = sum(self.batches.values())
         self._pass = None  # number of the pass in `_order`
         self._order = []  # the batches of the last pass that was needed

@@ -28,7 +28,7 @@ from anchor_embedding.data.examples import (
     raw_negatives,
 )
 from .rows import BadRow, is_read
-from .sources import Part, find_parts, not_read
+from .sources import Part, find_parts, held_out_files, not_read
 from .store import LISTED, ExampleStore, counted_parts
 from ..model.text import clean
 
@@ -51,7 +51,7 @@ class _Tally:
         self.lengths = {name: array("i") for name in ("query", "positive", "negatives")}
         self.digests = {name: array("Q") for name in ("rows", "queries", "positives")}
         self.with_negatives = self.query_is_positive = self.own_negative = self.bad_rows = 0
-        self.doubtful_labels = 0
+        self.cannot_skip = 0
         self.empty = dict.fromkeys(("query", "positive", "negatives"), 0)
 
     def add(self, example: Example) -> None:
@@ -103,7 +103,7 @@ def _figures(tally):
         "own_negative": tally.own_negative,
         "empty": tally.empty,
         "bad_rows": tally.bad_rows,
-        "doubtful_labels": tally.doubtful_labels,  # bad rows that cannot be skipped
+        "cannot_skip": tally.cannot_skip,  # of the bad rows
     }
 
 # %% ../../nbs/data/35_check.ipynb #5e9e6ff8
@@ -126,10 +126,11 @@ def _check_part(
     def tally(name):
         return tallies.setdefault(name, _Tally(measure))
 
-    def note(message, name=part.dataset):
+    def note(message, name=part.dataset, skip=False):
         nonlocal bad_rows
         bad_rows += 1
         tally(name).bad_rows += 1
+        tally(name).cannot_skip += not skip
         if len(bad) < LISTED:
             bad.append(str(message))
 
@@ -149,8 +150,7 @@ def _check_part(
                 for example in examples_in(row, where, part.dataset):
                     tally(example.dataset).add(example)
             except InputError as error:
-                note(error, name)
-                tally(name).doubtful_labels += isinstance(error, DoubtfulLabel)
+                note(error, name, skip=not isinstance(error, DoubtfulLabel))
         if empty:
             note(f"{part.name}: the file has no rows")
     except InputError as error:
@@ -180,7 +180,14 @@ def check_data(
         count = sum(_check_part(part, tallies, bad, ignored, opened, measure) for part in parts)
     figures = {name: _figures(tally) for name, tally in tallies.items()}
     return DataCheck(
-        source, figures, count, tuple(bad), unit, tuple(not_read(source)), tuple(sorted(ignored))
+        source,
+        figures,
+        count,
+        tuple(bad),
+        unit,
+        tuple(not_read(source)),
+        tuple(sorted(ignored)),
+        tuple(held_out_files(source)),
     )
 
 # %% ../../nbs/data/35_check.ipynb #715931c8
@@ -195,6 +202,7 @@ class DataCheck:
     unit: str = "characters"  # of the lengths
     not_read: tuple[str, ...] = ()  # other files and folders in the folder
     ignored: tuple[str, ...] = ()  # fields of rows that are not part of a pair
+    held_out: tuple[str, ...] = ()  # files with the name of a test or validation split
 
     @property
     def rows(self) -> int:
@@ -204,12 +212,12 @@ class DataCheck:
     @property
     def can_skip(self) -> bool:
         "Whether there are good rows and on_bad_row can leave out the bad ones."
-        doubtful = any(figures["doubtful_labels"] for figures in self.datasets.values())
-        return self.rows > 0 and not doubtful
+        return self.rows > 0 and not any(of["cannot_skip"] for of in self.datasets.values())
 
     def to_dict(self) -> dict:
         "All figures, as plain JSON values."
-        lists = {key: list(getattr(self, key)) for key in ("bad", "not_read", "ignored")}
+        names = ("bad", "not_read", "ignored", "held_out")
+        lists = {key: list(getattr(self, key)) for key in names}
         return {**asdict(self), **lists, "rows": self.rows}
 
     def __str__(self):
@@ -285,6 +293,12 @@ def _ignored_fields(check):
     return f"fields that are not read: {names}; every row is a positive pair, whatever they hold"
 
 
+def _held_out(check):
+    "A sentence about files that may not be meant for training; empty if there are none."
+    names = ", ".join(check.held_out)
+    return f"read although it may be a test split: {names}" if names else ""
+
+
 def _check_text(check):
     "The check as text."
     lines = [
@@ -294,7 +308,7 @@ def _check_text(check):
         rows_text(_SIZES, _size_rows(check)),
     ]
     lines += ["", rows_text(_FAULTS, _fault_rows(check))]
-    for sentence in (_own_negatives(check), _ignored_fields(check)):
+    for sentence in (_own_negatives(check), _ignored_fields(check), _held_out(check)):
         lines += ["", sentence] if sentence else []
     if check.bad:
         lines += [
@@ -310,7 +324,7 @@ def _check_html(check):
     bad = "".join(f"<li>{escape(message)}</li>" for message in check.bad)
     tables = rows_html("Sizes", _SIZES, _size_rows(check))
     tables += rows_html("Faults", _FAULTS, _fault_rows(check))
-    sentences = (_own_negatives(check), _ignored_fields(check))
+    sentences = (_own_negatives(check), _ignored_fields(check), _held_out(check))
     own = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
     return (
         f"<p>{escape(_check_title(check))}; {escape(check.unit)}: median / 95th percentile / "

@@ -7,7 +7,6 @@ __all__ = ['BadRow', 'open_binary', 'reached', 'ending_of', 'entries_beside', 'c
            'csv_rows', 'csv_pairs', 'is_read', 'parquet_rows', 'arrow_rows', 'qrels_rows', 'beir_rows']
 
 # %% ../../nbs/data/12_rows.ipynb #60e50003
-import ast
 import csv
 import gzip
 import io
@@ -18,13 +17,19 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..common.errors import InputError, first_line
 from ..common.files import unnamed_file
 from ..common.show import counted
-from .examples import NEGATIVES, POSITIVE, QUERY, with_title
+from anchor_embedding.data.examples import (
+    NEGATIVES,
+    POSITIVE,
+    QUERY,
+    holds_list,
+    with_title,
+)
 
 # %% ../../nbs/data/12_rows.ipynb #aede9111
 class BadRow(str):
@@ -214,16 +219,6 @@ def csv_rows(
 _LISTS = re.compile(r"(hard_)?neg(ative)?s")  # columns of CSV files that hold JSON lists
 
 
-def _holds_list(cell: str) -> bool:
-    "Whether a cell is a list of texts, as JSON or Python writes it."
-    cell = cell.strip()
-    if not cell.startswith(('["', "['")):
-        return False
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        return isinstance(ast.literal_eval(cell), list)
-    return isinstance(_json_row(cell.encode("utf-8")), list)
-
-
 def _with_lists(row: dict[str, str]) -> "dict | BadRow":
     "A CSV row with its lists parsed; a `BadRow` for a list that would be trained as one text."
     parsed = {}
@@ -234,11 +229,11 @@ def _with_lists(row: dict[str, str]) -> "dict | BadRow":
                 return BadRow(
                     f'the cell {name} must be a JSON list like ["a", "b"]; use negative for one text'
                 )
-        elif name in (*QUERY, *POSITIVE) and _holds_list(cell):
+        elif name in (*QUERY, *POSITIVE) and holds_list(cell):
             return BadRow(
                 f"the cell {name} holds a list; write a row for each pair, or use JSONL with pos"
             )
-        elif NEGATIVES.fullmatch(name) and _holds_list(cell):
+        elif NEGATIVES.fullmatch(name) and holds_list(cell):
             return BadRow(
                 f"the cell {name} holds a list; name that column negatives, with lists in JSON"
             )

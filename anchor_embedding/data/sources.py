@@ -198,7 +198,10 @@ def not_read(source: str | os.PathLike) -> list[str]:  # names
     return entries_beside(path, files)
 
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
-_TEST_SPLIT = re.compile(r"(.*[-_.])?(test|dev|valid|validation)([-_.].*)?", re.IGNORECASE)
+_TEST_SPLIT = re.compile(
+    r"(.*[-_.])?(test|dev|val|valid|validation|eval|evaluation|held-?_?out)([-_.].*)?",
+    re.IGNORECASE,
+)
 
 
 def held_out_files(source: str | os.PathLike) -> list[str]:  # names

@@ -16,7 +16,7 @@ from ..common.errors import InputError
 from ..common.show import counted
 from ..data.docstrings import docstring_pairs, heldout_part
 from ..data.examples import Example, same_text
-from ..data.sources import read_examples
+from ..data.sources import held_out_files, read_examples
 from .retrieval import HeldoutRetrieval, connected
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #8a61c0d2
@@ -56,6 +56,13 @@ class SplitPairs:
             [pair.positive for pair in self.heldout],
             self.clusters,
         )
+
+    def in_words(self) -> str:
+        "How many pairs are trained on, and what the others are for."
+        words = f"{counted(len(self.train), 'pair')} to train on, {len(self.heldout):,} held out"
+        if self.development:
+            words += f" for the scores and {len(self.development):,} for the gain of the anchors"
+        return words
 
     def part(self, name: str) -> "SplitPairs":
         """The same, evaluated on the part `test` or `development`; InputError for another, or where
@@ -140,7 +147,8 @@ def split_pairs(
     num_heldout: int,  # pairs to evaluate on in each part, at most
     seed: int,
     on_bad_row: str = "error",
-    say: Callable[[str], None] | None = None,  # receives a line: where docstrings come from
+    say: Callable[[str], None] | None = None,  # receives lines: where the pairs come from
+    with_development: bool = True,  # False: no pair is held out for that part
 ) -> SplitPairs:
     "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
     if num_heldout < 2:
@@ -162,6 +170,8 @@ def split_pairs(
             parts = split_by_package(pool, docstrings.heldout_package_of, num_heldout, draw)
     else:
         rest = read_examples(data, on_bad_row)
+        if say and (names := held_out_files(data)):
+            say(f"{data}: read although it may be a test split: {', '.join(names)}")
         pool = list(rest)
         source = {"data": data}
         most = len(rest) // 2
@@ -169,7 +179,7 @@ def split_pairs(
         unit = "document"
         parts = split_by_document(pool, num_heldout, most, draw)
     test, clusters = parts["test"]
-    development, others = parts["development"]
+    development, others = parts["development"] if with_development else ([], [])
     if len(test) < 2:
         raise InputError(
             f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 "

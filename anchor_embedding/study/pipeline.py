@@ -19,7 +19,6 @@ import pandas as pd
 from .. import __version__
 from ..common.errors import InputError
 from ..common.files import write_json, write_text
-from ..common.show import counted
 from ..data.batches import Instructions
 from ..data.examples import fingerprint
 from ..embed.corpus import CorpusSettings, encode_corpus
@@ -143,12 +142,13 @@ def run_pipeline(
     check_pipeline_folder(out, pipeline)
     began = time.perf_counter()
     number = pipeline.evaluation.pairs
-    pairs = split_pairs(first.data, number, first.seed, first.on_bad_row, say)
+    watched = any(recipe.objective.watch_every for recipe in pipeline.stages.values())
+    pairs = split_pairs(first.data, number, first.seed, first.on_bad_row, say, watched)
     evaluate = HeldoutEvaluation(pairs, say=say)
     for recipe in pipeline.stages.values():
         batch_plan(recipe, pairs.train)
         Instructions.named(recipe.instructions)
-    say(f"{counted(len(pairs.train), 'pair')} to train on, {len(pairs.heldout)} held out")
+    say(pairs.in_words())
     claim_folder(out, pipeline, pairs, base.path)
     seconds_of_data = round(time.perf_counter() - began, 1)
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}

@@ -76,7 +76,12 @@ from anchor_embedding.model.ranks import (
 )
 from ..model.soft_tokens import add_pause_tokens
 from ..model.text import TextTokenizer
-from .inputs import batch_plan, template_of, without_adapter
+from anchor_embedding.train.inputs import (
+    batch_plan,
+    sampled_rows,
+    template_of,
+    without_adapter,
+)
 from .recipe import AUTOMATIC, Recipe
 from anchor_embedding.train.runs import (
     read_tensors,
@@ -108,10 +113,11 @@ class TrainingData:
 
     @cached_property
     def most_negatives(self) -> int:
-        "The largest number of hard negatives in a row."
+        "The largest number of hard negatives in a row that is trained on."
+        rows = np.concatenate([*self.plan.rows.values()])
         if isinstance(self.examples, ExampleStore):
-            return int(max(self.examples.negatives_per_row))
-        return max(len(e.negatives) for e in self.examples)
+            return int(self.examples.negatives_per_row[rows].max())
+        return max(len(self.examples[row].negatives) for row in rows)
 
     def places(self, step: int, rank: int = 0, world: int = 1) -> Sequence[int]:
         """Places in a step's batch that belong to process `rank` of `world`: as many as for the
@@ -159,17 +165,27 @@ class TrainingData:
         "A batch of pairs to watch, not to train on, without hard negatives."
         return tokenize_batch(examples, self.tokenizer, self.instructions, places, hard_negatives=0)
 
-    def cut(self, number: int = 256) -> tuple[float, float]:
+    def cut(self) -> tuple[float, float]:
         """The shares of queries and of positives that are longer than `max_length`, with their
-        instructions: of the pairs of the first batches, at least `number`.
+        instructions: of a sample in which each dataset counts as often as in the batches.
         """
         limit = self.tokenizer.max_length
-        data = replace(self, tokenizer=self.tokenizer.with_length(limit + 1), hard_negatives=0)
-        steps = range(math.ceil(number / self.plan.batch_size))
-        batches = [data.batch(step, as_given=True) for step in steps]
-        queries = [len(text) > limit for batch in batches for text in batch.queries]
-        positives = [len(text) > limit for batch in batches for text in batch.positives]
-        return sum(queries) / len(queries), sum(positives) / len(positives)
+        weights = sampled_rows(len(self.examples), self.plan)
+        ranks = [
+            int(np.searchsorted(self.plan.rows[self.examples[row].dataset], row)) for row in weights
+        ]
+        batch = tokenize_batch(
+            self.examples,
+            self.tokenizer.with_length(limit + 1),
+            self.instructions,
+            weights,
+            hard_negatives=0,
+            ranks=ranks,
+        )
+        longer = [
+            [len(text) > limit for text in texts] for texts in (batch.queries, batch.positives)
+        ]
+        return tuple(float(np.dot([*weights.values()], of_side)) for of_side in longer)
 
     def unseen(self, steps: int, number: int) -> list[int]:
         """At most `number` rows that share no query and no positive with a batch of the first
@@ -313,7 +329,7 @@ def make_data(
     _check_instructions(training_tokenizer, examples, plan, instructions)
     source = {
         **(source or {}),
-        "pairs": len(examples),
+        "pairs": sum(map(len, plan.rows.values())),
         "datasets": {name: len(rows) for name, rows in plan.rows.items()},
         "left_out": plan.left_out,
         "fingerprint": examples.fingerprint if stored else fingerprint(examples),

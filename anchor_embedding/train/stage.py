@@ -516,7 +516,7 @@ def run_in_words(run: Training) -> str:
     total, trained = run.parameters.values()
     competitors = recipe.objective.competitors(recipe.batch_size, run.data.most_negatives)
     compared = f"; {competitors}" if competitors != "none" else ""
-    pairs = counted(len(run.data.examples), "pair")
+    pairs = counted(run.data.source["pairs"], "pair")
     steps = counted(recipe.steps, "step")
     return (
         f"{pairs}, {trained:,} of {total:,} parameters trained, {steps} of "
