@@ -1597,6 +1597,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._pairs_of_runs': ( 'evaluate/scored.html#_pairs_of_runs',
                                                                                                        'anchor_embedding/evaluate/scored.py'),
+                                                  'anchor_embedding.evaluate.scored._points': ( 'evaluate/scored.html#_points',
+                                                                                                'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._queries_of_both': ( 'evaluate/scored.html#_queries_of_both',
                                                                                                          'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._query_scores': ( 'evaluate/scored.html#_query_scores',

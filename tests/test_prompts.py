@@ -3,6 +3,7 @@ chooses others gets a message.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.embed.embedder import SETTINGS_FILE, Embedder
+from anchor_embedding.evaluate.comparison import compare
 
 WORDS = PROSE.split()
 STS = "Retrieve semantically similar text"  # Table 13; mteb ends it with a full stop
@@ -204,6 +206,15 @@ def test_what_was_asked_otherwise_is_said_and_kept_apart(runs, place, asked, tmp
         "Scored with prompts paper but trained with instructions none" in shown
         and "none-paper-64-float32" in shown
     )
+    # a task without an instruction is asked as in training
+    content = [
+        json.loads((tmp_path / name / "scores.json").read_text())
+        for name in os.listdir(tmp_path)
+        if name.startswith("none")
+    ]
+    for scores in content:
+        scores["tasks"] = {"Mine": scores["tasks"]["Mine"]}
+    assert "are new to the model" not in str(compare(content, None))
     # requested by name, as it was trained, so everything is known
     assert prompts_of(asked, *words, "--prompts", "none") == {}
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("none")) == [

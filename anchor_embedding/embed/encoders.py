@@ -114,8 +114,10 @@ def _folder_revision(folder: Path) -> str:
     exported model has too, and the modules of a sentence-transformers model (`1_Pooling`).
     """
     digest = hashlib.sha256()
-    parts = ("*", "[0-9]_*/*", f"{BARE_TOKENIZER}/*")
-    for path in sorted(path for part in parts for path in folder.glob(part)):
+    parts = ["*", "[0-9]_*/*", f"{BARE_TOKENIZER}/*"]
+    # of a Router: `query_0_Transformer`, beside or below the numbered modules
+    parts += ["*_[0-9]_*/**/*", "[0-9]_*/*_[0-9]_*/**/*"]
+    for path in sorted({path for part in parts for path in folder.glob(part)}):
         if _MODEL_FILE.fullmatch(path.name) and path.is_file():
             digest.update(
                 f"{path.relative_to(folder)} {_file_hash(path, path.stat().st_mtime_ns)}".encode()

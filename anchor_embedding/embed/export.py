@@ -439,7 +439,12 @@ def export_embedder(
     scores = read_scores(scores) if scores else None
     if scores:
         check_scores(scores, model if source is None else source)
-    embedder = model if source is None else load_embedder(source, "stored", "cpu")
+    # the rounding of a half-precision base would take away much of an adapter merged into it
+    merges = source is not None and not adapter and (source / _ADAPTER[0]).exists()
+    if source is None:
+        embedder = model
+    else:
+        embedder = load_embedder(source, "float32" if merges else "stored", "cpu")
     if embedder.decoder.attention != "causal":
         raise InputError(
             "other programs would read this model with causal attention, but it was trained to "

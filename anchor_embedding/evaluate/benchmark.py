@@ -264,10 +264,6 @@ def _score(
     }
     if candidate.style is None:
         loaded.mteb_model_meta = meta
-        file.say(
-            f"{file.folder.name}: prompts, length and dtype are the model's own (a "
-            "sentence-transformers model that this package did not export)"
-        )
         _run_tasks(loaded, waiting, candidate, file, made, progress)
         return
     file.folder.mkdir(exist_ok=True)
@@ -295,7 +291,8 @@ def _how_asked(candidate: Candidate, opened: dict) -> str:
     style = candidate.style
     tasks = [task for task in opened.values() if not isinstance(task, InputError)]
     bare = style and not any(any(style.instructions(one.metadata).values()) for one in tasks)
-    if tasks and bare and style.name != "none" and style.as_trained is not False:
+    new = style and style.as_trained is False and style.trained_with != "none"
+    if tasks and bare and style.name != "none" and not new:
         return "asked without instructions: these tasks have none"
     return candidate.describe()
 
@@ -328,6 +325,11 @@ def evaluate(
         asked = _how_asked(candidate, opened)
         say(f"== {title}: {asked}" if title else asked)
     folder = Path(out) / f"{name or model_name(model)}{candidate.suffix}"
+    if candidate.style is None:
+        say(
+            f"{folder.name}: prompts, length and dtype are the model's own (a "
+            "sentence-transformers model that this package did not export)"
+        )
     with locked(
         folder.parent / f".{folder.name}.lock",
         f"another process writes to {folder}; wait for it or choose another --out",

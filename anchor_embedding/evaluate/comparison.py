@@ -166,6 +166,9 @@ def _new_instructions(run: dict) -> str | None:
     trained = facts.get("trained_with") or named
     if not trained or facts.get("prompts") in (None, trained):
         return None
+    asked = [task.get("instructions", {"": "unknown"}) for task in run["tasks"].values()]
+    if trained == "none" and not any(one for of_task in asked for one in of_task.values()):
+        return None
     return (
         f"Scored with prompts {facts['prompts']} but trained with instructions {trained}, so the "
         f"instructions are new to the model: {run_label(run)}"

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, combinations, count
 from pathlib import Path
@@ -227,8 +228,18 @@ def _other_settings(one: dict, other: dict) -> str:
     return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
 
 
+def _points(scores: dict[str, float]) -> list[float]:
+    """The scores of queries in points, weighted so that their mean is the score of the task: the
+    mean over its splits and subsets. `scores` has the names split/subset/query.
+    """
+    part = {query: tuple(query.split("/")[:2]) for query in scores}
+    sizes = Counter(part.values())
+    mean_size = len(scores) / len(sizes)
+    return [100 * scores[query] * mean_size / sizes[part[query]] for query in sorted(scores)]
+
+
 def _query_scores(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
-    """Task → the scores of the queries of two runs in points, for tasks that both ran with the same
+    """Task → the weighted points of the queries of two runs, for tasks that both ran with the same
     settings on the same queries.
     """
     if _other_settings(one, other):
@@ -238,7 +249,7 @@ def _query_scores(one: dict, other: dict) -> dict[str, tuple[list[float], list[f
     for task in _queries_of_both(one, other):
         runs = [run["queries"][task]["scores"] for run in (one, other)]
         if task not in changed and runs[0].keys() == runs[1].keys() and len(runs[0]) > 1:
-            by_task[task] = tuple([100 * run[query] for query in sorted(runs[0])] for run in runs)
+            by_task[task] = tuple(map(_points, runs))
     return by_task
 
 # %% ../../nbs/evaluate/52_scored.ipynb #6aba6c29

@@ -430,7 +430,7 @@ def one_for_each(
     "The instruction of each text. Raises `InputError` for another number of them."
     if instruction is None or isinstance(instruction, str):
         return [instruction] * len(texts)
-    if not isinstance(instruction, Sized):
+    if not isinstance(instruction, Sized) or isinstance(instruction, dict | set | bytes):
         raise InputError(f"instruction = {instruction!r}: give a text, or a list with one for each")
     if len(instruction) != len(texts):
         raise InputError(
