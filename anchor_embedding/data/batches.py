@@ -126,7 +126,7 @@ class BatchPlan:
                     stacklevel=2,
                 )
         self.batches = {name: taken[name] // batch_size for name in self.rows}
-        for name in self.sampling.keys() & self.batches.keys():
+        for name in filter(self.batches.get, self.sampling):
             made = self.batches[name] * batch_size
             if made < 0.9 * taken[name]:
                 warnings.warn(

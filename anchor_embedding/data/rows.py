@@ -23,13 +23,7 @@ from pathlib import Path
 from ..common.errors import InputError, first_line
 from ..common.files import unnamed_file
 from ..common.show import counted
-from anchor_embedding.data.examples import (
-    NEGATIVES,
-    POSITIVE,
-    QUERY,
-    holds_list,
-    with_title,
-)
+from .examples import NEGATIVES, POSITIVE, QUERY, holds_list, with_title
 
 # %% ../../nbs/data/12_rows.ipynb #aede9111
 class BadRow(str):

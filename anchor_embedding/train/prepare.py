@@ -76,12 +76,7 @@ from anchor_embedding.model.ranks import (
 )
 from ..model.soft_tokens import add_pause_tokens
 from ..model.text import TextTokenizer
-from anchor_embedding.train.inputs import (
-    batch_plan,
-    sampled_rows,
-    template_of,
-    without_adapter,
-)
+from .inputs import batch_plan, sampled_rows, template_of, without_adapter
 from .recipe import AUTOMATIC, Recipe
 from anchor_embedding.train.runs import (
     read_tensors,
