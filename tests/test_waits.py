@@ -44,19 +44,27 @@ def by_values(index):
     )
 
 
+def by_index(index, value=None):
+    """Whether a number is written to places that a tensor names: it is copied to the device."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return value is not None and not torch.is_tensor(value) and any(map(torch.is_tensor, parts))
+
+
 def waits(function, arguments, settings):
     """Whether a call makes the host wait for the device, given its tensors."""
     if function in READS:
         return True
     if function is torch.tensor:
         return settings.get("device") is not None
+    if function is torch.Tensor.new_tensor:
+        return True
     if function is torch.Tensor.to:
         to_device = any(
             isinstance(given, str | torch.device) for given in (*arguments[1:], *settings.values())
         )
         return to_device and not settings.get("non_blocking")
     if function in INDEXING:
-        return by_values(arguments[1])
+        return by_values(arguments[1]) or by_index(*arguments[1:])
     if function in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
         return any(map(torch.is_tensor, arguments[1:])) and settings.get("output_size") is None
     return False
@@ -112,6 +120,9 @@ def test_the_watch_sees_what_waits():
         "x.repeat_interleave(x)",
         "x.to('cpu')",
         "torch.tensor([1], device='cpu')",
+        "x.new_tensor([1])",
+        "x.clone().__setitem__(x, 7)",
+        "x.clone().__setitem__((x,), 7)",
     ):
         with Watch() as watch:
             eval(compile(text, code, "eval"), given)
@@ -119,6 +130,9 @@ def test_the_watch_sees_what_waits():
     for text in (
         "x[x]",
         "x[1:]",
+        "x.clone().__setitem__(slice(1), 7)",
+        "x.clone().__setitem__(x, x)",
+        "x.clone().index_fill_(0, x, 7)",
         "x.repeat_interleave(x, output_size=6)",
         "x.to('cpu', non_blocking=True)",
         "x.float()",

@@ -44,8 +44,8 @@ def negatives_mask(
     "The mask of the texts that compete with the positive of each pair."
     part = torch.arange(num_pairs, device=keys.device) if part is None else part
     negatives = pools[part, None] == pools
-    row = torch.arange(len(part), device=keys.device)
-    negatives[row, part] = negatives[row, num_pairs + part] = False
+    own_two = torch.stack([part, num_pairs + part], 1)
+    negatives.scatter_(1, own_two, False)  # writing through an index would wait for the device
     for own in (keys[part], keys[num_pairs + part]) if mask_same_text else ():
         same = (own[:, None] == keys).any(2)
         negatives &= ~same
@@ -168,9 +168,12 @@ class ContrastiveLoss(Objective):
             checkpoint(loss_of_pairs, self, unit, facts, pairs, part, **again) for part in parts
         ]
         losses, infonces, counts = zip(*terms, strict=True)
-        share = unit.new_tensor([len(part) / pairs for part in parts])
-        infonce = (torch.stack(infonces) * share).sum().detach()
-        return (torch.stack(losses) * share).sum(), infonce, torch.cat(counts)
+        shares = [len(part) / pairs for part in parts]
+        loss, infonce = (
+            sum(share * term for share, term in zip(shares, of_parts, strict=True))
+            for of_parts in (losses, infonces)
+        )
+        return loss, infonce.detach(), torch.cat(counts)
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #b9d3448a
 def contrastive_terms(

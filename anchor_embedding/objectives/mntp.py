@@ -110,7 +110,7 @@ class MaskedPrediction(TokenMeans):
         ]
         masked = torch.cat(masked).to(decoder.device, non_blocking=True)
         targets = packed.ids[masked]
-        packed.ids[masked] = self.mask_id
+        packed.ids.index_fill_(0, masked, self.mask_id)  # assigning would wait for the device
         return vocabulary_loss(decoder, decoder.states(packed)[masked - 1], targets)[None]
 
     def conflicts(self, recipe) -> Iterator[str]:
