@@ -82,9 +82,7 @@ def base_model(
 ) -> Iterator[str]:  # folder
     "The model that all sides load. Raises `InputError` for an unknown or too large one."
     if name not in shapes():
-        raise InputError(
-            f"unknown shape {name!r}: {closest(name, shapes())}; known: {', '.join(shapes())}"
-        )
+        raise InputError(f"unknown shape {name!r}: {closest(name, shapes())}")
     config = known_configs().get(shapes()[name])  # None: tiny
     if config:
         check_room(shape_from_config(config), device)
