@@ -200,7 +200,7 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
     )
     with pytest.raises(InputError, match="must be test or development"):
         split.part("training")
-    with pytest.raises(InputError, match="too few pairs are left for a development part"):
+    with pytest.raises(InputError, match="there is no development part"):
         heldout.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
 
 

@@ -336,3 +336,14 @@ def test_runs_without_a_common_seed_are_not_compared(tmp_path):
         seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in (3, 4)
     ]
     assert not len(query_differences(runs)) and "share no seed" in " ".join(compare(runs).remarks)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_untouched_model_is_compared_with_the_runs_of_every_seed(tmp_path, first):
+    untouched = seeded_run(tmp_path, "untouched", 9, 0.0)
+    (untouched / "recipe.toml").unlink()
+    runs = [seeded_run(tmp_path, "better", seed, 0.2, steps=8) for seed in range(6)]
+    (row,) = query_differences([untouched, *runs] if first else [*runs, untouched]).itertuples()
+    assert row.seeds == 6 and row.points == pytest.approx(20 if first else -20, abs=3)
+    assert row.verdict == ("ahead" if first else "behind")
+    assert not any("not compared" in remark for remark in compare([untouched, *runs]).remarks)

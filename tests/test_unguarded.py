@@ -617,6 +617,37 @@ def test_tokens_beyond_the_rows_of_the_model_are_refused(tmp_path):
         train(recipe, tmp_path / "more", some_pairs(8), progress=False, say=quiet)
 
 
+@pytest.mark.parametrize("error", [InputError("the disk"), RuntimeError("the disk")])
+def test_a_failed_evaluation_costs_no_training(base, examples, pairs, tmp_path, error):
+    """Its run goes on from the step after which it failed, and ends like an undisturbed one."""
+    recipe = small(base, pairs, steps=3, eval_every=2)
+    calls = []
+
+    def evaluate(embedder):
+        calls.append(embedder)
+        if len(calls) == 2:  # after step 2; the first call is before all steps
+            raise error
+        return {"figure": 1.0}
+
+    def run(name, evaluate, resume=False):
+        folder = tmp_path / name
+        settings = {"progress": False, "say": quiet, "evaluate": evaluate, "resume": resume}
+        return train(recipe, folder, examples, **settings)
+
+    with pytest.raises(type(error), match="the disk") as caught:
+        run("failed", evaluate)
+    checkpoint = tmp_path / "failed" / "step-000002"
+    assert checkpoint.is_dir()
+    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert f"the steps so far are in {checkpoint}" in told
+    run("failed", evaluate, resume=True)
+    run("whole", lambda embedder: {"figure": 1.0})
+    weights = [
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("failed", "whole")
+    ]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
 @pytest.mark.parametrize("returned", [None, [None], 0.5, {"step": 1, "figure": 2.0}])
 def test_an_evaluation_returns_figures_by_name(base, examples, pairs, tmp_path, returned):
     recipe = small(base, pairs, eval_every=1)

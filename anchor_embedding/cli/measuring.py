@@ -71,7 +71,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
     from anchor_embedding.common.files import check_place
     from anchor_embedding.evaluate.heldout import split_pairs
     from anchor_embedding.study.arms import HeldoutEvaluation
-    from anchor_embedding.study.steps import check_unseen, sweep_steps
+    from anchor_embedding.study.steps import check_unseen, split_as_trained, sweep_steps
 
     if args.refine_steps < 1:
         raise InputError(f"--refine-steps {args.refine_steps}: must be at least 1")
@@ -85,8 +85,11 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
             f"{args.model} has no soft tokens to sweep; train a model with the objective "
             "'refinement', for example with the recipe `smollm2-135m/gircse`"
         )
-    pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
-    if args.data != "docstrings":  # those of held-out packages are in no training
+    if args.data == "docstrings":  # those of held-out packages are in no training
+        pairs = split_pairs(args.data, args.heldout, args.seed).part(args.part)
+    else:
+        pairs = split_as_trained(Path(args.model), args.data, args.heldout, args.seed)
+        pairs = pairs.part(args.part)
         check_unseen(Path(args.model), pairs, say)
     asked = HeldoutEvaluation(pairs).asked(embedder)
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)

@@ -74,8 +74,8 @@ class SplitPairs:
             return self
         if len(self.development) < 2:
             raise InputError(
-                "too few pairs are left for a development part; hold out fewer for "
-                "the test, or give more pairs"
+                "there is no development part: the run had none, or too few pairs are left for "
+                "it; take the test part, hold out fewer for it, or give more pairs"
             )
         source = self.source | {"judged_by": "development"}
         return replace(

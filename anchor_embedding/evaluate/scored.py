@@ -260,13 +260,18 @@ def _repeated_seed(runs: list[dict]) -> bool:
 
 
 def _pairs_of_runs(others: list[dict], runs: list[dict]) -> list[tuple[dict, dict]]:
-    """The runs of two models that are compared: those with the same seed, or the only one of each.
-    There are none if two runs of a model have the same seed.
+    """The runs of two models that are compared: those with the same seed, or the only one of each,
+    or every run with the only one of a model without a seed, such as an untouched one. There are
+    none if two runs of a model have the same seed.
     """
     if len(others) == len(runs) == 1:
         return [(others[0], runs[0])]
     if _repeated_seed(others) or _repeated_seed(runs):
         return []
+    if len(others) == 1 and others[0].get("seed") is None:
+        return [(others[0], run) for run in runs]
+    if len(runs) == 1 and runs[0].get("seed") is None:
+        return [(other, runs[0]) for other in others]
     by_seed = {run.get("seed"): run for run in others if run.get("seed") is not None}
     return [(by_seed[run["seed"]], run) for run in runs if run.get("seed") in by_seed]
 

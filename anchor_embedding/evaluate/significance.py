@@ -43,6 +43,11 @@ class Difference:
     comparisons: int = 1  # number of p-values that are corrected together (Holm)
 
     @property
+    def half_width(self) -> float:
+        "Half the length of the 95 % interval."
+        return (self.high - self.low) / 2
+
+    @property
     def verdict(
         self,
     ) -> str:  # "ahead", "behind", "level" (zero is possible) or "open" (too few seeds to tell)
@@ -400,8 +405,8 @@ def upper_spread(
 
 # %% ../../nbs/evaluate/20_significance.ipynb #3b7186dd
 def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
-    """Interval, p and the detectable difference in words; for one run per arm, the difference that
-    is to be expected between runs of this size.
+    """Interval, p and the detectable difference in words; for one run per arm, how far equal runs
+    of this size lie apart.
     """
 
     def number(value):
@@ -415,10 +420,9 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
             return f"{runs}, and how many queries it rests on is not recorded"
         if difference.difference == difference.detectable == 0:
             return f"{runs}: the same score for each of {difference.queries:,} queries"
-        reach = (
-            f"what {difference.queries:,} queries alone can tell; the noise of seeds is not in it"
-        )
-        return f"{runs}: runs of this size differ by about ±{size} or more ({reach})"
+        noise = f"the noise of {difference.queries:,} queries; that of seeds is not in it"
+        apart = f"{difference.half_width:.{digits}f}"
+        return f"{runs}: runs of this size differ by about ±{apart} or more ({noise}){detectable}"
     clusters = f" in {difference.clusters} clusters" if difference.clusters else ""
     if difference.clusters == 1:
         clusters = " of one cluster, counted as if they were independent"

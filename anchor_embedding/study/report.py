@@ -329,20 +329,25 @@ def _in_proportion(row, gains, before):
     """
     large = [name for name, gain in gains.items() if gain >= 0.01 * (row.get(name) or 0.0)]
     risen = any(gains[name] > abs(before.get(name, 0.0)) for name in large)
-    of_ceiling = [
-        f"{row[key]:.1%} ({name.upper()})"
-        for name in gains
-        if row.get(key := f"share_of_ceiling_{name}") is not None
-    ]
-    if of_ceiling:
-        words = (
-            f"{' and '.join(of_ceiling)} of what the whole text in the anchor's place would save"
-        )
-        if not large:
-            words += ", but less than 1% of the loss"
-        elif not risen:
-            words += ", but no more than before its first step"
-        return f": {words}"
+    shares = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+    if any(share is not None for share in shares.values()):
+        above = [
+            f"{shares[name]:.1%} ({name.upper()})" for name in gains if (shares[name] or 0) > 0
+        ]
+        parts = []
+        if above:
+            whole = f"{' and '.join(above)} of what the whole text in the anchor's place would save"
+            if not large:
+                whole += ", but less than 1% of the loss"
+            elif not risen:
+                whole += ", but no more than before its first step"
+            parts.append(whole)
+        for name, share in shares.items():
+            if share is None:
+                parts.append(f"the whole text saves nothing there ({name.upper()})")
+            elif share <= 0:
+                parts.append(f"the right anchor does not help ({name.upper()})")
+        return f": {'; '.join(parts)}"
     if not all(row.get(name) for name in gains):
         return ""  # a direction that is not trained has a gain and no loss
     words = "the decoder hardly uses the anchor"

@@ -343,7 +343,7 @@ def standings(report: dict) -> pd.DataFrame:
 
     def shown(d):
         if d.p is None:
-            return f"{d.difference:+.3f} (one run: ±{d.detectable:.3f})"
+            return f"{d.difference:+.3f} (one run: ±{d.half_width:.3f})"
         return f"{d.difference:+.3f} [{d.low:+.3f}, {d.high:+.3f}] {d.verdict}"
 
     cells = {

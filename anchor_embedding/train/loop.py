@@ -223,6 +223,22 @@ def _evaluate(run: Training, step: int, evaluate) -> None:
             run.folder.append("evals.jsonl", step=step, **line)
 
 
+def _evaluate_after(run: Training, done: int, evaluate) -> None:
+    """Evaluate after `done` steps. If that fails, the steps are saved before the error goes on: not
+    with several processes, of which others may not have failed and would wait.
+    """
+    try:
+        _evaluate(run, done, evaluate)
+    except Exception as error:
+        if run.world == 1:
+            _save(run, done)
+            kept = f"the steps so far are in {run.folder.checkpoint(done)}"
+            if isinstance(error, InputError):
+                raise InputError(f"{error}; {kept}") from error
+            error.add_note(kept)
+        raise
+
+
 def _is_due(every: int, done: int, steps: int) -> bool:
     return bool(every) and (done % every == 0 or done == steps)
 
@@ -310,7 +326,7 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         if on_step and run.main:
             on_step({"step": done, **line})
         if _is_due(recipe.eval_every, done, recipe.steps):
-            _evaluate(run, done, evaluate)
+            _evaluate_after(run, done, evaluate)
         if _is_due(recipe.checkpoint_every, done, recipe.steps):
             _save(run, done)
         _check_stop(run, stop, done)
