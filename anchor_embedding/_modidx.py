@@ -3083,6 +3083,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report.read_report': ( 'study/report.html#read_report',
                                                                                               'anchor_embedding/study/report.py'),
+                                               'anchor_embedding.study.report.reading_of_anchors': ( 'study/report.html#reading_of_anchors',
+                                                                                                     'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report.results_table': ( 'study/report.html#results_table',
                                                                                                 'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report.scale': ( 'study/report.html#scale',

@@ -182,6 +182,9 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
         )
         == 0
     )
+    last = json.loads((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()[-1])
+    said = capsys.readouterr().err
+    assert f"the right anchor saves {last['anchor_gain_q2d']:.3f} nats per token Q2D" in said
     assert (
         main(
             [
@@ -194,6 +197,7 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
         )
         == 0
     )
+    assert "the right anchor" not in capsys.readouterr().err
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         '{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n'

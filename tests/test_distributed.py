@@ -218,12 +218,18 @@ def test_sharded_run_goes_on_with_any_number_of_processes(whole_runs, tuning):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["paper", pytest.param("released", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["paper", "sharded", pytest.param("released", marks=pytest.mark.slow)]
+)
 def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
-    """One process and two write the same log, also if each of the two has one pair, in JSON that
-    every reader accepts.
+    """One process and two write the same log, also if each of the two has one pair or a shard of
+    the weights, in JSON that every reader accepts.
     """
-    released = {"objective": "released", "micro_batch_size": 1} if kind == "released" else {}
+    settings = {
+        "paper": {},
+        "sharded": {"sharding": "fsdp", "activation_checkpointing": True},
+        "released": {"objective": "released", "micro_batch_size": 1},
+    }[kind]
     recipes = {
         pairs: recipe_of(
             folder,
@@ -234,7 +240,7 @@ def test_the_anchor_gain_does_not_depend_on_the_processes(folder, kind):
             batch_size=pairs,
             anchor_gain_every=2,
             learning_rate=1e-5,
-            **released,
+            **settings,
         )
         for pairs in (8, 2)
     }

@@ -64,6 +64,7 @@ def train_command(args: argparse.Namespace) -> None:
 
         print(json.dumps(dry_run(recipe, say=say)))
     else:
+        from anchor_embedding.study.report import reading_of_anchors
         from anchor_embedding.train.runs import read_log
 
         run = _train_here if args.nproc is None else _train_on_many
@@ -72,6 +73,9 @@ def train_command(args: argparse.Namespace) -> None:
         last = read_log(out / "metrics.jsonl")[-1:]
         loss = "".join(f" (loss {row['loss']:.3f} at step {row['step']})" for row in last)
         say(f"done: {final}{loss}")
+        for row in last:
+            if reading := reading_of_anchors(row):
+                say(reading)
 
 
 def _find_run(args) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_metrics', 'read_report', 'results_table', 'stages_table', 'seed_figures', 'heldout_queries', 'against',
-           'compare_arms', 'headline', 'scale', 'findings']
+           'compare_arms', 'headline', 'reading_of_anchors', 'scale', 'findings']
 
 # %% ../../nbs/study/20_report.ipynb #683c3a4b
 import json
@@ -355,6 +355,29 @@ def _in_proportion(row, gains, before):
         words = "the decoder uses the anchor" if risen else "no more than before its first step"
     most = max(gain / row[name] for name, gain in gains.items())
     return f": {words} ({most:.1%} of the loss at most)"
+
+# %% ../../nbs/study/20_report.ipynb #a7c1d0e2
+def reading_of_anchors(
+    row: dict,  # a line of metrics.jsonl
+) -> str:  # empty for a line without anchor gains
+    "How much the right anchor saves, and whether the decoder has begun to read its anchors."
+    gains = anchor_gains(row)
+    if not gains:
+        return ""
+    shares = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+    parts = []
+    for name, gain in gains.items():
+        share = shares[name]
+        of_whole = "" if share is None else f", {share:.1%} of what the whole text would save"
+        parts.append(f"{gain:.3f} nats per token {name.upper()}{of_whole}")
+    text = f"the right anchor saves {'; '.join(parts)}"
+    known = [share for share in shares.values() if share is not None]
+    if known and max(known) < 0.1:
+        text += (
+            ": the decoder hardly reads its anchors; in an ordinary Stage I, more pairs or a bag of "
+            "tokens before it change that"
+        )
+    return text
 
 # %% ../../nbs/study/20_report.ipynb #ea25165e
 def scale(
