@@ -3067,6 +3067,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._sentence': ( 'study/report.html#_sentence',
                                                                                             'anchor_embedding/study/report.py'),
+                                               'anchor_embedding.study.report._shares': ( 'study/report.html#_shares',
+                                                                                          'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report._table': ( 'study/report.html#_table',
                                                                                          'anchor_embedding/study/report.py'),
                                                'anchor_embedding.study.report.against': ( 'study/report.html#against',

@@ -322,6 +322,11 @@ def _by_direction(gains):
     return " and ".join(f"{gain:.3f} ({name.upper()})" for name, gain in gains.items())
 
 
+def _shares(row, gains):
+    "The share of its ceiling that each gain is; None where the row has none."
+    return {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+
+
 def _in_proportion(row, gains, before):
     """The gains as a share of their ceiling, or of the loss when the row has no ceiling. A gain that
     is not above the one `before` the stage, of either sign, or is below 1 % of the loss, does not
@@ -329,7 +334,7 @@ def _in_proportion(row, gains, before):
     """
     large = [name for name, gain in gains.items() if gain >= 0.01 * (row.get(name) or 0.0)]
     risen = any(gains[name] > abs(before.get(name, 0.0)) for name in large)
-    shares = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+    shares = _shares(row, gains)
     if any(share is not None for share in shares.values()):
         above = [
             f"{shares[name]:.1%} ({name.upper()})" for name in gains if (shares[name] or 0) > 0
@@ -364,7 +369,7 @@ def reading_of_anchors(
     gains = anchor_gains(row)
     if not gains:
         return ""
-    shares = {name: row.get(f"share_of_ceiling_{name}") for name in gains}
+    shares = _shares(row, gains)
     parts = []
     for name, gain in gains.items():
         share = shares[name]
