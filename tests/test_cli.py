@@ -184,7 +184,7 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
     )
     last = json.loads((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()[-1])
     said = capsys.readouterr().err
-    assert f"the right anchor saves {last['anchor_gain_q2d']:.3f} nats per token Q2D" in said
+    assert f"anchor gain: {last['anchor_gain_q2d']:.3f} (Q2D)" in said
     assert (
         main(
             [
@@ -197,7 +197,7 @@ def test_both_stages_then_encode(base, pairs, tmp_path, capsys):
         )
         == 0
     )
-    assert "the right anchor" not in capsys.readouterr().err
+    assert "anchor gain" not in capsys.readouterr().err
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         '{"text": "what holds the ship"}\n{"text": ""}\n{"text": "' + "word " * 10_000 + '"}\n'

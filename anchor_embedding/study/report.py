@@ -365,19 +365,16 @@ def _in_proportion(row, gains, before):
 def reading_of_anchors(
     row: dict,  # a line of metrics.jsonl
 ) -> str:  # empty for a line without anchor gains
-    "How much the right anchor saves, and whether the decoder has begun to read its anchors."
+    "The anchor gain, and whether the decoder has begun to read its anchors."
     gains = anchor_gains(row)
     if not gains:
         return ""
-    shares = _shares(row, gains)
-    parts = []
-    for name, gain in gains.items():
-        share = shares[name]
-        of_whole = "" if share is None else f", {share:.1%} of what the whole text would save"
-        parts.append(f"{gain:.3f} nats per token {name.upper()}{of_whole}")
-    text = f"the right anchor saves {'; '.join(parts)}"
-    known = [share for share in shares.values() if share is not None]
-    if known and max(known) < 0.1:
+    text = f"anchor gain: {_by_direction(gains)} nats per token"
+    shares = {name: share for name, share in _shares(row, gains).items() if share is not None}
+    if above := {name: share for name, share in shares.items() if share > 0}:
+        parts = " and ".join(f"{share:.1%} ({name.upper()})" for name, share in above.items())
+        text += f", {parts} of what the whole text in the anchor's place would save"
+    if shares and max(shares.values()) < 0.1:
         text += (
             ": the decoder hardly reads its anchors; in an ordinary Stage I, more pairs or a bag of "
             "tokens before it change that"
