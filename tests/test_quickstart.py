@@ -10,11 +10,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.evaluate import heldout
+from anchor_embedding.model.base import resolve_base
 from anchor_embedding.study.arms import run_arm
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.recipe_files import load_recipe
@@ -113,7 +117,14 @@ def test_models_load_and_give_the_reported_figures(finished):
             ["what holds the ship", "the anchor"]
         )
         assert vectors.shape == (2, 32)
-    assert not (out / "runs" / "anchor-stage2" / "final").exists()
+    # a run whose model was handed over is seen to be finished, and names that model
+    for arm in ARMS:
+        run = out / "runs" / f"{arm}-stage2"
+        assert resolve_base(str(run)).path == str(run / "final")
+        assert (run / "final").resolve() == (out / arm).resolve()
+    whole = load_file(out / "anchor" / "model.safetensors")
+    read = load_file(out / "runs" / "anchor-stage2" / "final" / "model.safetensors")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in read.items())
 
 
 def test_page_is_one_file(finished):
@@ -208,6 +219,47 @@ def write_pairs(path, start=0):
             for i in range(start, start + 60)
         )
     )
+
+
+def test_the_model_of_an_arm_that_was_removed_is_made_again(base, finished, few_packages, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out, symlinks=True)
+    weights = load_file(out / "baseline" / "model.safetensors")
+    shutil.rmtree(out / "baseline")
+    shutil.rmtree(out / "runs" / "baseline-stage2")
+    (out / "runs" / "baseline-stage2").mkdir()
+    (out / "runs" / "baseline-stage2" / "final").symlink_to("../../baseline")
+    (out / "report.json").unlink()
+    run_pipeline(pipeline(base), out, progress=False, say=lambda text: None)
+    again = load_file(out / "baseline" / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.items())
+    assert (out / "runs" / "baseline-stage2" / "final").resolve() == (out / "baseline").resolve()
+
+
+def test_a_report_does_not_leave_an_arm_out_in_silence(base, finished, few_packages, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out, symlinks=True)
+    (out / "report.json").unlink()
+    (out / "runs" / "anchor-stage2" / "evals.jsonl").unlink()
+    with pytest.raises(InputError, match="no evaluation of the arm anchor is left"):
+        run_pipeline(pipeline(base), out, progress=False, say=lambda text: None)
+    assert not (out / "report.json").exists()
+
+
+@pytest.mark.parametrize("seed", ["", "seed-43"], ids=["first seed", "another"])
+def test_a_stage_of_a_comparison_is_not_resumed_alone(base, finished, tmp_path, capsys, seed):
+    """It would train on the held-out pairs too, and lose its evaluations."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out / seed, symlinks=True)
+    for name in ("pipeline.toml", "pairs.json") if seed else ():
+        (out / seed / name).rename(out / name)
+    run = out / seed / "runs" / "anchor-stage2"
+    kept = {path: path.read_bytes() for path in run.glob("*.json*")}
+    for words in (["--resume", str(run)], [str(run / "recipe.toml"), "--resume"]):
+        assert main(["train", *words]) == 2
+        assert f"is a stage of the comparison in {out}" in capsys.readouterr().err
+    assert kept == {path: path.read_bytes() for path in run.glob("*.json*")}
 
 
 def test_own_pairs_instead_of_docstrings(base, tmp_path):

@@ -78,6 +78,18 @@ def train_command(args: argparse.Namespace) -> None:
                 say(reading)
 
 
+def _comparison_of(run: Path) -> Path | None:
+    "The folder of the pipeline or tournament of which a run is a stage; None if it is not one."
+    runs = run.resolve().parent
+    if runs.name == "runs":
+        if any(run.name.startswith(f"{path.stem}-") for path in runs.glob("*.json")):
+            return runs.parent  # a tournament
+        for folder in runs.parents[:2]:  # the runs of a further seed are one folder deeper
+            if (folder / "pipeline.toml").exists() and (folder / "pairs.json").exists():
+                return folder
+    return None
+
+
 def _find_run(args) -> None:
     "With `--resume RUN`, use the recipe and the folder of that run. Raises `InputError`."
     if isinstance(args.resume, str):
@@ -94,6 +106,11 @@ def _find_run(args) -> None:
     of_run = recipe.name == "recipe.toml" and recipe.with_name("metrics.jsonl").exists()
     if args.resume and args.out is None and of_run:
         args.out = recipe.parent
+    if args.resume and args.out and (comparison := _comparison_of(args.out)):
+        raise InputError(
+            f"{args.out} is a stage of the comparison in {comparison}, from which it has its pairs and "
+            "its evaluations; to go on with it, repeat the command that began the comparison"
+        )
     args.resume = bool(args.resume)
 
 

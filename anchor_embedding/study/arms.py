@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['READING', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of', 'trained_instructions',
-           'HeldoutEvaluation', 'one_row', 'evaluations', 'measured_work', 'run_arms', 'first_stage', 'base_embedder',
-           'untouched', 'part_read', 'bm25_figures', 'figures_of', 'comparison', 'report_card']
+           'HeldoutEvaluation', 'one_row', 'evaluations', 'arm_evaluations', 'measured_work', 'run_arms', 'first_stage',
+           'base_embedder', 'untouched', 'part_read', 'bm25_figures', 'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
 import json
@@ -14,6 +14,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,15 @@ def _check_finished(folder: Path, recipe: Recipe) -> None:
         check_changes(folder, recipe.replace(base=base))
 
 
+def _hand_over(final: Path, model: Path) -> None:
+    "Move the model of an arm to its place, and leave a link, so that its run is seen to be finished."
+    if final.is_symlink():  # the model had been removed, and was written through the link
+        return
+    os.replace(final, model)
+    with suppress(OSError):  # a file system without links
+        final.symlink_to(os.path.relpath(model, final.parent))
+
+
 def run_arm(
     arm: Pipeline,  # of one arm
     out: Path,
@@ -112,7 +122,7 @@ def run_arm(
                 stopped.remedy = "the same command goes on from there"
                 raise
         base = folder / "final"
-    os.replace(base, out / arm.name)
+    _hand_over(base, out / arm.name)
     return folders
 
 # %% ../../nbs/study/48_arms.ipynb #eedb5449
@@ -257,6 +267,24 @@ def evaluations(folder: Path) -> list[dict]:
             by_step.setdefault(line["step"], []).append(line)
     rows = [one_row(of_step) | {"step": step} for step, of_step in by_step.items()]
     return [row for row in rows if "ranks" in row]
+
+
+def arm_evaluations(
+    arm: Pipeline,  # of one arm
+    folders: Mapping[str, Path],  # stage → its run folder
+) -> list[dict]:
+    """The evaluations of an arm's last stage. Raises `InputError` if there are none, although the
+    recipe asks for them.
+    """
+    *_, (stage, recipe) = arm.stages.items()
+    rows = evaluations(folders[stage])
+    if recipe.eval_every and not rows:
+        raise InputError(
+            f"{folders[stage] / 'evals.jsonl'}: no evaluation of the arm {arm.name} is left, so it "
+            f"cannot be compared; remove {folders[stage]} and the model of the arm, and repeat the "
+            "command: this stage is trained again"
+        )
+    return rows
 
 # %% ../../nbs/study/48_arms.ipynb #af67d9bf
 def measured_work(

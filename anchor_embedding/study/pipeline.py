@@ -28,9 +28,9 @@ from ..evaluate.retrieval import HeldoutRetrieval
 from ..model.base import resolve_base
 from anchor_embedding.study.arms import (
     HeldoutEvaluation,
+    arm_evaluations,
     check_one_process,
     comparison,
-    evaluations,
     of_seed,
     report_card,
     run_arms,
@@ -154,7 +154,7 @@ def run_pipeline(
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}
     folders = run_arms(arms, out, base.path, pairs, evaluate, progress, say)
     rows = {
-        seed: {arm: evaluations([*stages.values()][-1]) for arm, stages in of_arms.items()}
+        seed: {name: arm_evaluations(arms[seed][name], stages) for name, stages in of_arms.items()}
         for seed, of_arms in folders.items()
     }
     report = {
