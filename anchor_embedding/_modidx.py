@@ -1327,6 +1327,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison.Comparison.__repr__': ( 'evaluate/comparison.html#comparison.__repr__',
                                                                                                                     'anchor_embedding/evaluate/comparison.py'),
+                                                      'anchor_embedding.evaluate.comparison.Comparison._named': ( 'evaluate/comparison.html#comparison._named',
+                                                                                                                  'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison.Comparison._repr_html_': ( 'evaluate/comparison.html#comparison._repr_html_',
                                                                                                                        'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison.Comparison.against': ( 'evaluate/comparison.html#comparison.against',

@@ -262,6 +262,15 @@ def test_a_stage_of_a_comparison_is_not_resumed_alone(base, finished, tmp_path, 
     assert kept == {path: path.read_bytes() for path in run.glob("*.json*")}
 
 
+def test_a_pipeline_that_evaluates_nothing_says_so_before_it_trains(base, few_packages, tmp_path):
+    said = []
+    recipe = pipeline(base, "steps=1", "evaluation.every=0")
+    report = run_pipeline(recipe, tmp_path / "out", progress=False, say=said.append)
+    (warned,) = [n for n, line in enumerate(said) if line.startswith("no arm will be evaluated")]
+    assert warned < next(n for n, line in enumerate(said) if "on this machine" in line)
+    assert "No arm was evaluated" in report["findings"][0]
+
+
 def test_own_pairs_instead_of_docstrings(base, tmp_path):
     path = tmp_path / "pairs.jsonl"
     write_pairs(path)

@@ -196,12 +196,18 @@ def test_training_stages(model):
     pipeline = ALL[f"{model}/training_stages"]
     assert isinstance(pipeline, Pipeline) and pipeline.base == BASES[model]
     assert pipeline.arms == {
-        "stage1_alone": ("stage1",),
-        "stage2_alone": ("stage2",),
-        "both": ("stage1", "stage2"),
+        "stage1": ("stage1",),
+        "baseline": ("stage2",),
+        "anchor": ("stage1", "stage2"),
     }
     for stage, single in {"stage1": "stage1", "stage2": "baseline"}.items():
-        assert pipeline.stages[stage].differences(ALL[f"{model}/{single}"]) == {}
+        changed = pipeline.stages[stage].differences(ALL[f"{model}/{single}"])
+        assert {key: before for key, (before, _) in changed.items()} in ({}, {"eval_every": 250})
+
+
+def test_every_shipped_pipeline_evaluates_its_arms():
+    pipelines = [one for one in ALL.values() if isinstance(one, Pipeline)]
+    assert len(pipelines) > 5 and all(one.evaluation.every for one in pipelines)
 
 
 def test_files_say_where_their_numbers_are_from():

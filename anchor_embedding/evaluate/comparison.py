@@ -46,18 +46,21 @@ class Comparison:
     remarks: tuple[str, ...] = ()  # notes on the scores, a sentence each
 
     def against(self, label: str) -> str | None:
-        """The paper's system that one of our models is compared with: the one in its label. If no
-        label names a system, the last one for all of them.
+        """The paper's system that one of our models is compared with: the one in its label, and
+        `anchor` for the shipped recipes of its second stage. If no label names a system, the last
+        one for all of them.
         """
         if self.paper.empty:
             return None
-        named = {
-            one: next(
-                (name for name in self.paper if name in re.findall("[a-z]+", one.lower())), None
-            )
-            for one in self.ours
-        }
+        named = {one: self._named(one) for one in self.ours}
         return named[label] if any(named.values()) else self.paper.columns[-1]
+
+    def _named(self, label: str) -> str | None:
+        "The paper's system that a label names."
+        words = re.findall("[a-z]+", label.lower())
+        if label in ("stage2", "stage2_as_released"):
+            words = ["anchor"]
+        return next((name for name in self.paper if name in words), None)
 
     @property
     def tasks(self) -> list[str]:

@@ -149,6 +149,10 @@ def run_pipeline(
         batch_plan(recipe, pairs.train)
         Instructions.named(recipe.instructions)
     say(pairs.in_words())
+    if not pipeline.evaluation.every:
+        say(
+            "no arm will be evaluated: set `every` in [evaluation], or --set evaluation.every=STEPS"
+        )
     claim_folder(out, pipeline, pairs, base.path)
     seconds_of_data = round(time.perf_counter() - began, 1)
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}
