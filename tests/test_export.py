@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
+from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.provenance import find_cards
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
@@ -355,6 +356,29 @@ def test_an_instruction_that_is_not_the_one_of_training_is_said(tmp_path, base):
             export_embedder(embedder, tmp_path / str(number), instructions={"query": asked})
         said = [str(one.message) for one in seen if "as in training" in str(one.message)]
         assert bool(said) == warned, (trained, asked, said)
+
+
+@pytest.mark.parametrize("given", [None, "Find", "Seek", ""])
+def test_documents_have_the_instruction_that_they_had_in_training(tmp_path, base, capsys, given):
+    """Naming the instruction of queries does not take that of the documents away."""
+    embedder = Embedder.from_pretrained(base, dtype="float32")
+    embedder.instructions = {"table": {"own": ["Find"]}, "symmetric": ["own"]}
+    embedder.datasets = ["own"]
+    embedder.save_pretrained(tmp_path / "model")
+    words = ["export", str(tmp_path / "model"), "--out", str(tmp_path / "exported")]
+    assert main([*words, *([] if given is None else ["--instruction", given])]) == 0
+    asked = "Find" if given is None else given
+    theirs = load(tmp_path / "exported")
+    text = ["the ship", "an anchor"]
+    for encode in (theirs.encode_query, theirs.encode_document):
+        np.testing.assert_allclose(
+            encode(text), embedder.encode(text, asked or None, progress=False), atol=1e-5
+        )
+    explicit = export_embedder(
+        tmp_path / "model", tmp_path / "bare", instructions={"query": "Find", "document": None}
+    )
+    documents = load(explicit).encode_document(text)
+    np.testing.assert_allclose(documents, embedder.encode(text, progress=False), atol=1e-5)
 
 
 def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):

@@ -16,18 +16,17 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from anchor_embedding.objectives.contrastive import Contrastive
+from anchor_embedding.objectives.contrastive import VectorLoss
 from anchor_embedding.common.settings import NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alignment(Contrastive):
+class Alignment(VectorLoss):
     "Pairs near each other, all texts apart."
 
     spread: NotNegative = 1.0
 
     title: ClassVar[str] = "alignment"
-    paper: ClassVar[str] = ""
 
     def terms(self, vectors, facts, num_pairs):
         unit = F.normalize(vectors.float(), dim=-1)
@@ -103,7 +102,7 @@ def test_trains_plans_and_goes_on(folder, base, pairs):
     kept = tomllib.loads((folder / "run" / "recipe.toml").read_text())
     assert (kept["objective"], kept["spread"]) == ("own_objectives:Alignment", 0.5)
     card = json.loads((folder / "run" / "card.json").read_text())
-    assert card["competitors"] == "3 in-batch positives for every query"
+    assert card["competitors"] == "the loss is over the 8 texts of a batch"
     assert card["deviations"] is None  # no paper that it could differ from
 
     again = anchor(
@@ -173,6 +172,7 @@ def test_its_settings_are_checked(folder, monkeypatch):
         "spread=-1": "`spread` = -1.0: must be at least 0",
         "spred=1": "did you mean",
         "alpha=0.2": "belongs to objective",
+        "temperature=0.1": "belongs to objective",  # InfoNCE's; the loss has no use for it
     }
     for wrong, message in refused.items():
         with pytest.raises(ValueError, match=message):

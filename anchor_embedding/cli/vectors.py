@@ -194,6 +194,23 @@ def _note_cut_texts(embedder, source: Path, settings) -> None:
         )
 
 
+def _note_bare_texts(embedder, settings) -> None:
+    "Say if texts get no instruction, although documents had one in training."
+    from anchor_embedding.embed.export import default_instructions
+
+    if settings.instruction:
+        return
+    try:
+        asked = default_instructions(embedder.instructions, embedder.datasets)
+    except InputError:  # it was trained with several
+        return
+    if "document" in asked:
+        say(
+            "note: in training documents had an instruction too, and these texts have none; give "
+            f"it with --instruction {asked['document']!r}"
+        )
+
+
 def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
     "Encode in this process, which may be one of several."
     from anchor_embedding.data.documents import not_read
@@ -206,6 +223,7 @@ def _encode_here(args, settings, folder: Path, rank: int, world: int) -> None:
         embedder = load_named_model(args, **template)
         if rank == 0:
             _note_cut_texts(embedder, source, settings)
+            _note_bare_texts(embedder, settings)
         encode_corpus(
             embedder,
             source,

@@ -429,8 +429,8 @@ def _refuse_other_makes(name, own: Path, settings: dict) -> None:
     if foreign and "pooling" not in settings:
         raise InputError(
             f"{name} is a sentence-transformers model, whose modules and tokenizer are not read "
-            "here: use it with sentence-transformers, or say how it makes its vectors, with "
-            "pooling=…, template=… and eos_token=…"
+            "here: use it with sentence-transformers; or, in Python, say how it makes its vectors: "
+            "Embedder.from_pretrained(…, pooling=…, template=…, eos_token=…)"
         )
 
 

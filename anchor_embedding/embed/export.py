@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from ..common.errors import InputError, one_line
@@ -144,6 +144,32 @@ def check_tokenizer(
 QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+def _asked_in_training(
+    trained: str | Mapping,  # the `instructions` saved with a model
+    datasets: Iterable[str] = (),  # that it was trained on, if they are known
+) -> tuple[dict[str, Sequence[str]], Set[str]]:
+    "Dataset → its instructions, and the datasets whose documents have them too."
+    instructions = Instructions.from_record(trained)
+    names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
+    table = {name: choices for name, choices in instructions.table.items() if name in names}
+    return table or instructions.table, instructions.symmetric
+
+
+def _of_documents(
+    trained: str | Mapping | None,
+    datasets: Iterable[str],
+    query: str,  # the instruction of queries
+) -> dict[str, str]:  # prompt name → instruction
+    """The instruction of documents, if they had that of their queries in training: in all datasets
+    whose instruction is `query`, or in all for another instruction.
+    """
+    if trained is None or not query:
+        return {}
+    table, symmetric = _asked_in_training(trained, datasets)
+    asked = {name for name, choices in table.items() if query in choices} or {*table}
+    return {"document": query} if asked and asked <= symmetric else {}
+
+
 def default_instructions(
     trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
     datasets: Iterable[str] = (),  # that it was trained on, if they are known
@@ -154,12 +180,9 @@ def default_instructions(
     """
     if trained is None or (trained in ("paper", "as_released") and not datasets):
         return {"query": QUERY_INSTRUCTION}
-    instructions = Instructions.from_record(trained)
-    if not instructions.table:
+    table, _ = _asked_in_training(trained, datasets)
+    if not table:
         return {"query": ""}
-    names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
-    table = {name: choices for name, choices in instructions.table.items() if name in names}
-    table = table or instructions.table
     different = list(dict.fromkeys(one for choices in table.values() for one in choices))
     if len(different) > 1 and QUERY_INSTRUCTION in different:
         return {"query": QUERY_INSTRUCTION}
@@ -169,8 +192,7 @@ def default_instructions(
             f"{different[1]!r}, …); name the one for queries with --instruction, or "
             'instructions={"query": …} in Python'
         )
-    symmetric = {*table} <= instructions.symmetric
-    return {"query": different[0]} | ({"document": different[0]} if symmetric else {})
+    return {"query": different[0]} | _of_documents(trained, datasets, different[0])
 
 
 def prompts(
@@ -387,8 +409,8 @@ def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> N
     training = "not trained with it" if asked not in known else "trained with others too"
     warnings.warn(
         f"sentence-transformers will put {asked!r} in front of all queries; the model was "
-        f"{training}, and `Embedder` and `anchor eval` go on to ask as in training, a task that "
-        "was not in it without an instruction",
+        f"{training}; `anchor eval` goes on to ask as in training, and says how, and `Embedder` only "
+        "with the `instruction` that it is given",
         stacklevel=3,
     )
 
@@ -420,7 +442,8 @@ def export_embedder(
     adapter: bool = False,  # LoRA weights and the name of the base, instead of merged weights
     # the scores.json of an evaluation, for the model card
     scores: str | os.PathLike | dict | None = None,
-    # prompt name → instruction; None = those of training, see `default_instructions`
+    # prompt name → instruction; None = those of training, see `default_instructions`. Where documents
+    # had the instruction of queries in training, they get that of `query`, unless `document` is given
     instructions: Mapping[str, str | None] | None = None,
     normalize: bool = False,  # vectors of length 1
     padding_side: str = "right",  # or "left"; the vectors are the same
@@ -459,7 +482,10 @@ def export_embedder(
     _note_new_instruction(embedder.instructions, instructions.get("query"))
     if "query" not in instructions:
         asked = default_instructions(embedder.instructions, embedder.datasets)
-        instructions = asked | instructions
+    else:
+        query = instructions["query"]
+        asked = _of_documents(embedder.instructions, embedder.datasets, query)
+    instructions = asked | instructions
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     if own_prompts:
         _note_other_prompts(source, files["config_sentence_transformers.json"]["prompts"])

@@ -255,6 +255,12 @@ def _run_result(run: Path) -> str | None:
             f"the run {run} is not finished; give one of its checkpoints (it has "
             f"{steps}) or continue it with --resume"
         )
+    # not a model of several modules, nor anything but a folder of models
+    if run.is_dir() and not (run / "modules.json").exists():
+        inside = {path.parent for config in _CONFIGS for path in run.glob(f"*/{config}")}
+        if inside:
+            names = ", ".join(str(model) for model in sorted(inside)[:6])
+            raise InputError(f"{run} is a folder of models; name one of them: {names}")
 
 
 def resolve_base(

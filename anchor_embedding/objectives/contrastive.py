@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['negatives_mask', 'text_keys', 'softmax_loss', 'loss_of_pairs', 'different', 'ContrastiveLoss', 'contrastive_terms',
            'random_state', 'set_random_state', 'replayed', 'text_order', 'by_side', 'global_terms', 'as_numbers',
-           'Contrastive']
+           'VectorLoss', 'Contrastive']
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #b09e8fea
 import hashlib
@@ -256,9 +256,9 @@ def by_side(parts: Sequence[torch.Tensor], num_pairs: int) -> torch.Tensor:
 
 
 def global_terms(
-    objective: ContrastiveLoss,
+    objective: "VectorLoss",
     vectors: torch.Tensor,  # (n, d) of this process: queries, then positives, then hard negatives
-    facts: torch.Tensor,  # (n, k + 1) int64: keys and pool of each text
+    facts: torch.Tensor,  # (n, k) int64 of each text: its keys, and for InfoNCE its pool
     num_pairs: int,  # of this process; the same number on every rank
     accelerator,
     # terms of the global batch, (n, d) gradient of the loss with respect to `vectors`
@@ -279,23 +279,17 @@ def as_numbers(terms: dict[str, torch.Tensor]) -> dict[str, float]:
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #37653f85
 @dataclass(frozen=True, kw_only=True)
-class Contrastive(ContrastiveLoss):
-    "Stage II: InfoNCE over in-batch and hard negatives."
+class VectorLoss(Objective):
+    """A loss over the vectors of all texts of a global batch, exact for any amount of memory and any
+    number of processes. A subclass defines `terms`.
+    """
 
+    hard_negatives: Natural = 1  # at most this many per query; 0 = in-batch only
     # factor on the gradient: the weight of this loss when it is added to another
     scale: float = given(1.0)
 
-    name: ClassVar[str] = "contrastive"
-    title: ClassVar[str] = "InfoNCE"
-    unit: ClassVar[str] = "query"
-    paper: ClassVar[str] = "stage2"
     uses_head: ClassVar[bool] = False
     compares_texts: ClassVar[bool] = True
-
-    @property
-    def keeps_places(self) -> bool:
-        "True with a pool: the places of the rows decide which of them compete."
-        return bool(self.negatives_pool)
 
     def groups(self, model, batch: TokenBatch) -> list[list[int]]:
         "The rows of each micro-batch."
@@ -304,25 +298,17 @@ class Contrastive(ContrastiveLoss):
         return agreed_parts(model, lengths, self.token_budget)
 
     def facts(self, batch: TokenBatch, device, rank: int = 0, world: int = 1) -> torch.Tensor:
-        "(n, 3) int64: the two keys and the pool of each text."
-        rows = [*range(len(batch))] * 2 + [
-            row for row, negatives in enumerate(batch.negatives) for _ in negatives
-        ]
-        pools = [
-            (row * world + rank) // self.negatives_pool if self.negatives_pool else 0
-            for row in rows
-        ]
-        keys = [text_keys(text) for text in batch.texts]
-        facts = [[*own, pool] for own, pool in zip(keys, pools, strict=True)]
-        return torch.tensor(facts).to(device, non_blocking=True)
+        "(n, 2) int64: the two keys of each text, which equal texts share."
+        return torch.tensor([text_keys(text) for text in batch.texts]).to(device, non_blocking=True)
 
     def terms(
-        self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int
+        self,
+        vectors: torch.Tensor,  # (n, d): B queries, their B positives, then hard negatives
+        facts: torch.Tensor,  # (n, k) int64 of each text
+        num_pairs: int,  # B
     ) -> dict[str, torch.Tensor]:
-        """See `contrastive_terms`. An objective that does not have one vector for each text
-        overrides this.
-        """
-        return contrastive_terms(self, vectors, facts, num_pairs)
+        "Scalars of the global batch by name; `loss` is what is trained."
+        raise NotImplementedError
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
         "(n, d) vectors of the texts of a micro-batch."
@@ -330,7 +316,7 @@ class Contrastive(ContrastiveLoss):
 
     def step(self, model, batch: TokenBatch, accelerator) -> dict[str, float]:
         """Compute the gradients of one global batch, of which this process holds `batch`. Returns
-        `infonce`, `loss` and `candidates` of the global batch.
+        the terms of the global batch.
         """
         return as_numbers(self.collect(model, batch, accelerator))
 
@@ -380,15 +366,6 @@ class Contrastive(ContrastiveLoss):
         vectors = vectors[text_order(batch, groups).argsort().to(vectors.device)]
         return as_numbers(self.terms(vectors, self.facts(batch, vectors.device), len(batch)))
 
-    def conflicts(self, recipe) -> Iterator[str]:
-        "See `Objective.conflicts`."
-        yield from super().conflicts(recipe)
-        if self.negatives_pool and recipe.batch_size % self.negatives_pool:
-            yield (
-                f"`negatives_pool` = {self.negatives_pool}: must divide `batch_size` = "
-                f"{recipe.batch_size}"
-            )
-
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
         """Query, positive and hard negatives, each with its soft tokens. A fraction of a negative
         counts as that part of one.
@@ -406,6 +383,56 @@ class Contrastive(ContrastiveLoss):
             negatives=lengths.negatives,
             encoded=(query, document, *negatives),
         )
+
+    def competitors(self, batch_size: int, most_negatives: int) -> str:
+        "The texts that the loss is given."
+        taken = min(self.hard_negatives, most_negatives)
+        hard = f" and up to {counted(batch_size * taken, 'hard negative')}" if taken else ""
+        return f"the loss is over the {2 * batch_size} texts{hard} of a batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive(VectorLoss, ContrastiveLoss):
+    "Stage II: InfoNCE over in-batch and hard negatives."
+
+    name: ClassVar[str] = "contrastive"
+    title: ClassVar[str] = "InfoNCE"
+    unit: ClassVar[str] = "query"
+    paper: ClassVar[str] = "stage2"
+
+    @property
+    def keeps_places(self) -> bool:
+        "True with a pool: the places of the rows decide which of them compete."
+        return bool(self.negatives_pool)
+
+    def facts(self, batch: TokenBatch, device, rank: int = 0, world: int = 1) -> torch.Tensor:
+        "(n, 3) int64: the two keys and the pool of each text."
+        rows = [*range(len(batch))] * 2 + [
+            row for row, negatives in enumerate(batch.negatives) for _ in negatives
+        ]
+        pools = [
+            (row * world + rank) // self.negatives_pool if self.negatives_pool else 0
+            for row in rows
+        ]
+        pools = torch.tensor(pools).to(device, non_blocking=True)
+        return torch.cat([super().facts(batch, device, rank, world), pools[:, None]], 1)
+
+    def terms(
+        self, vectors: torch.Tensor, facts: torch.Tensor, num_pairs: int
+    ) -> dict[str, torch.Tensor]:
+        """See `contrastive_terms`. An objective that does not have one vector for each text
+        overrides this.
+        """
+        return contrastive_terms(self, vectors, facts, num_pairs)
+
+    def conflicts(self, recipe) -> Iterator[str]:
+        "See `Objective.conflicts`."
+        yield from super().conflicts(recipe)
+        if self.negatives_pool and recipe.batch_size % self.negatives_pool:
+            yield (
+                f"`negatives_pool` = {self.negatives_pool}: must divide `batch_size` = "
+                f"{recipe.batch_size}"
+            )
 
     def competitors(self, batch_size: int, most_negatives: int) -> str:
         """The in-batch positives, the hard negatives as far as the data have them, and the texts of
