@@ -164,6 +164,53 @@ def test_one_that_is_not_there_is_refused_in_a_line(folder, name, path, message)
     assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
+def test_a_run_does_not_go_on_with_other_code(tmp_path, base, pairs):
+    """Neither a run that is resumed nor a finished stage of a pipeline; comments do not count."""
+    file = tmp_path / "own_objectives.py"
+    file.write_text(MODULE)
+    (tmp_path / "two.toml").write_text(
+        f"""name = "two"
+[shared]
+base = "{base}"
+data = "{pairs}"
+instructions = "none"
+max_length = 40
+dtype = "float32"
+steps = 2
+warmup_steps = 1
+batch_size = 4
+learning_rate = 1e-2
+hard_negatives = 0
+[stages.own]
+objective = "own_objectives:Alignment"
+[arms]
+own = ["own"]
+[evaluation]
+pairs = 4
+every = 2
+"""
+    )
+    run = ["--out", tmp_path / "run"]
+    alone = ["train", "stage2", *run, *settings(base, pairs, "checkpoint_every=2")]
+    both = ["train", tmp_path / "two.toml", "--out", tmp_path / "out"]
+    again = ["train", "--resume", tmp_path / "run"]
+    for words in (alone, both):
+        done = anchor(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    for name in ("report.json", "report.html"):
+        (tmp_path / "out" / name).unlink()
+    file.write_text(MODULE.replace("near + self.spread", "near  +  self.spread") + "\n# more\n")
+    for words in (again, both):
+        done = anchor(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "out" / "report.json").unlink()
+    file.write_text(MODULE.replace("near + self.spread", "near - self.spread"))
+    for words in (again, both):
+        done = anchor(tmp_path, *words)
+        assert done.returncode == 2 and "its code is not that with which" in done.stderr
+
+
 def test_its_settings_are_checked(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     outside = ["objective=own_objectives:Alignment"]

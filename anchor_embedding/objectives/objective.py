@@ -4,12 +4,16 @@
 
 # %% auto #0
 __all__ = ['DIRECTIONS', 'ITSELF', 'SIDES', 'TextLengths', 'PairTokens', 'Objective', 'objective_names', 'find_objective',
-           'name_of', 'objectives_with']
+           'name_of', 'code_of', 'objectives_with']
 
 # %% ../../nbs/objectives/10_objective.ipynb #555402b1
+import ast
 import difflib
+import hashlib
 import importlib
+import inspect
 import pkgutil
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -245,6 +249,19 @@ def name_of(kind: type[Objective]) -> str:
     "The name by which a recipe finds a class."
     own = vars(kind).get("name")
     return own or f"{kind.__module__}:{kind.__qualname__}"
+
+
+def code_of(kind: type[Objective]) -> str | None:
+    """A digest of the code of an objective of another package, and of what it inherits from there;
+    comments and layout do not count. None for an objective of this package, or if it cannot be read.
+    """
+    package = __name__.partition(".")[0] + "."
+    own = [one for one in kind.__mro__[:-1] if not one.__module__.startswith(package)]
+    try:
+        code = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in own]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if own else None
 
 
 def objectives_with(key: str) -> list[str]:

@@ -46,8 +46,8 @@ from anchor_embedding.study.duration import (
 from ..train.pipeline import Pipeline, from_toml
 from ..train.prepare import instructions_record, prepare_tokenizer
 from ..train.recipe import Recipe
-from ..train.runs import check_changes, read_log
-from ..train.stage import train
+from ..train.runs import check_changes, read_card, read_log
+from ..train.stage import check_code, train
 
 # %% ../../nbs/study/48_arms.ipynb #cecce245
 def _set_base(begun: Path, base: str) -> None:
@@ -62,12 +62,15 @@ def _set_base(begun: Path, base: str) -> None:
 
 def _check_finished(folder: Path, recipe: Recipe) -> None:
     """Raise `InputError` if a finished stage was trained with other settings on which its result
-    depends. Its base may have moved.
+    depends, or with other code of its objective. Its base may have moved.
     """
     kept = folder / "recipe.toml"
     if kept.exists():
         base = from_toml(kept.read_text(encoding="utf-8"), str(kept)).base
         check_changes(folder, recipe.replace(base=base))
+    card = folder / "card.json"
+    if card.exists():
+        check_code(recipe, read_card(card), card)
 
 
 def _hand_over(final: Path, model: Path) -> None:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
-           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_same_run', 'begin_run', 'run_in_words',
-           'train', 'dry_run']
+           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_code', 'check_same_run', 'begin_run',
+           'run_in_words', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
@@ -51,6 +51,7 @@ from ..model.loading import choose_device, choose_dtype, free_memory
 
 # %% ../../nbs/train/45_stage.ipynb #5ec97fa8
 from ..model.ranks import is_sharded, leave_group_at_exit, shard
+from ..objectives.objective import code_of
 from .recipe import Recipe
 from .recipe_files import deviations
 from anchor_embedding.train.runs import (
@@ -426,6 +427,18 @@ def course_of_rate(recipe: Recipe) -> str:
     return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
 
 
+def check_code(recipe: Recipe, before: dict, path: Path) -> None:
+    """Raise `InputError` if a run was begun with other code of an objective of another package, as
+    its card `before` at `path` says.
+    """
+    code = code_of(type(recipe.objective))
+    if before.get("objective_code", code) != code:
+        raise InputError(
+            f"`objective` = {recipe.objective_name!r}: its code is not that with which {path.parent} "
+            "began; restore it, remove that run, or choose another --out"
+        )
+
+
 def check_same_run(
     run: Training,
     before: dict,  # its card before this start; empty for a new run
@@ -447,6 +460,7 @@ def check_same_run(
                 f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
                 f"the same name (see {path}); restore it or choose another --out"
             )
+    check_code(recipe, before, path)
     processes = before.get("processes", run.world)
     if processes != run.world and recipe.objective.averages_by_process:
         raise InputError(
@@ -498,6 +512,7 @@ def begin_run(run: Training) -> None:
         "deviations": finite(deviations(recipe)) if recipe.objective.paper else None,
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
+        "objective_code": code_of(type(recipe.objective)),  # None: that of the commit
         "starts": [*before.get("starts", []), start],
         "versions": installed_versions(*packages),
     }
