@@ -379,6 +379,14 @@ def test_documents_have_the_instruction_that_they_had_in_training(tmp_path, base
     )
     documents = load(explicit).encode_document(text)
     np.testing.assert_allclose(documents, embedder.encode(text, progress=False), atol=1e-5)
+    # a corpus that is encoded without it is noted
+    (tmp_path / "texts.txt").write_text("\n".join(text))
+    words = ["encode", str(tmp_path / "model"), "--in", str(tmp_path / "texts.txt"), "--out"]
+    capsys.readouterr()
+    for more, noted in (([], True), (["--instruction", "Find"], False)):
+        assert main([*words, str(tmp_path / f"{noted}.npy"), *more]) == 0
+        said = capsys.readouterr().err
+        assert ("documents had an instruction too" in said) == noted, said
 
 
 def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):
