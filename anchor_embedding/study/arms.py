@@ -280,12 +280,13 @@ def arm_evaluations(
     recipe asks for them.
     """
     *_, (stage, recipe) = arm.stages.items()
-    rows = evaluations(folders[stage])
+    folder = folders[stage]
+    rows = evaluations(folder)
     if recipe.eval_every and not rows:
         raise InputError(
-            f"{folders[stage] / 'evals.jsonl'}: no evaluation of the arm {arm.name} is left, so it "
-            f"cannot be compared; remove {folders[stage]} and the model of the arm, and repeat the "
-            "command: this stage is trained again"
+            f"{folder / 'evals.jsonl'}: no evaluation of the arm {arm.name} is left, so it cannot be "
+            f"compared; remove {folder} and {folder.parent.parent / arm.name}, and repeat the command: "
+            "this stage is trained again"
         )
     return rows
 

@@ -431,8 +431,9 @@ def check_code(recipe: Recipe, before: dict, path: Path) -> None:
     """Raise `InputError` if a run was begun with other code of an objective of another package, as
     its card `before` at `path` says.
     """
+    known = before.get("objective_code")
     code = code_of(type(recipe.objective))
-    if before.get("objective_code", code) != code:
+    if known and code and known != code:
         raise InputError(
             f"`objective` = {recipe.objective_name!r}: its code is not that with which {path.parent} "
             "began; restore it, remove that run, or choose another --out"
@@ -512,7 +513,7 @@ def begin_run(run: Training) -> None:
         "deviations": finite(deviations(recipe)) if recipe.objective.paper else None,
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
-        "objective_code": code_of(type(recipe.objective)),  # None: that of the commit
+        "objective_code": code_of(type(recipe.objective)),  # None: see the commit
         "starts": [*before.get("starts", []), start],
         "versions": installed_versions(*packages),
     }
