@@ -204,6 +204,30 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
         heldout.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
 
 
+@pytest.mark.parametrize(
+    ("pairs", "documents", "most"),
+    [(100, 100, 20), (100, 5, 50), (9, 9, 4)],  # a fifth; half, as a fifth is one document; few
+)
+def test_most_of_a_small_file_is_trained_on(tmp_path, pairs, documents, most):
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"query": f"query {i}", "positive": f"text {i % documents}"} for i in range(pairs)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for with_development in (True, False):
+        split = heldout.split_pairs(path, 60, 42, with_development=with_development)
+        assert heldout.several_documents(split.heldout) and len(split.heldout) <= most
+        assert len(split.development) <= most * with_development
+        used = len(split.train) + len(split.heldout) + len(split.development)
+        assert used == pairs and not texts_of(split.train) & texts_of(split.heldout)
+
+
+def test_a_search_among_one_document_is_refused(tmp_path):
+    rows = [{"query": f"query {i}", "positive": "The only text."} for i in range(50)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="at least 4 are needed, of different documents"):
+        heldout.split_pairs(path, 10, 42)
+
+
 def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     split = heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 42)

@@ -5,6 +5,7 @@ SmolLM2.
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,9 +20,10 @@ from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.evaluate import heldout
 from anchor_embedding.model.base import resolve_base
-from anchor_embedding.study.arms import run_arm
+from anchor_embedding.study.arms import run_arm, shared_runs
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.recipe_files import load_recipe
+from anchor_embedding.train.stage import train
 
 TRAINED_ON = ("numpy", "requests", "packaging")
 HELDOUT = ("joblib", "tqdm")
@@ -173,6 +175,35 @@ def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
             assert {k: v for k, v in row.items() if k != "seconds"} == {
                 k: v for k, v in other.items() if k != "seconds"
             }
+
+
+def test_arms_that_begin_alike_train_their_first_stage_once(base, few_packages, tmp_path):
+    """As in Table 10: Stage I alone, and both stages. What an arm becomes does not depend on it."""
+    stages = {name: pipeline(base).stages[name] for name in ("stage1", "stage2")}
+    arms = {"stage1": ("stage1",), "anchor": ("stage1", "stage2")}
+    small = replace(pipeline(base), stages=stages, arms=arms)
+    quiet = {"progress": False, "say": lambda text: None}
+    with mock.patch("anchor_embedding.study.arms.train", wraps=train) as trained:
+        report = run_pipeline(small, tmp_path / "both", **quiet)
+    names = ["stage1-stage1", "anchor-stage2"]
+    assert [call.args[0].name for call in trained.call_args_list] == names
+    assert {path.name for path in (tmp_path / "both" / "runs").iterdir()} == {*names}
+    alone = run_pipeline(replace(small, arms={"anchor": arms["anchor"]}), tmp_path / "one", **quiet)
+    for key in ("stage1", "stage2"):
+        assert report["losses"][f"anchor/{key}"] == alone["losses"][f"anchor/{key}"]
+    assert report["losses"]["stage1/stage1"] == report["losses"]["anchor/stage1"]
+    assert "stage1/stage1" in report["timing"] and "anchor/stage1" not in report["timing"]
+    weights = [
+        load_file(tmp_path / out / "anchor" / "model.safetensors") for out in ("both", "one")
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    # a stage that an arm has begun itself stays its own, and so does any with other settings
+    assert shared_runs(small.by_arm(), tmp_path / "one") == {"stage1": {}, "anchor": {}}
+    other = small.by_arm()
+    other["anchor"] = pipeline(base, "stage1.alpha=0.5").by_arm()["anchor"]
+    assert shared_runs(other, tmp_path / "new") == {"stage1": {}, "anchor": {}}
+    first = tmp_path / "new" / "runs" / "stage1-stage1"
+    assert shared_runs(small.by_arm(), tmp_path / "new")["anchor"] == {"stage1": first}
 
 
 def test_a_stage_goes_on_in_a_folder_that_was_moved(base, few_packages, tmp_path, monkeypatch):

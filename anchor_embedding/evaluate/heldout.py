@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['without_texts', 'texts_of', 'SplitPairs', 'even_sample', 'group_sample', 'split_by_package', 'split_by_document',
-           'split_pairs', 'split_folder']
+           'several_documents', 'split_pairs', 'split_folder']
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #d894a4b3
 import random
@@ -142,6 +142,11 @@ def split_by_document(pool: list, number: int, most: int, draw: random.Random) -
     }
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #6d7fc212
+def several_documents(pairs: Iterable[Example]) -> bool:
+    "Whether pairs have at least two different documents, so that a search among them says something."
+    return len({same_text(pair.positive) for pair in pairs}) > 1
+
+
 def split_pairs(
     data: str,  # "docstrings", or a file or folder
     num_heldout: int,  # pairs to evaluate on in each part, at most
@@ -150,7 +155,9 @@ def split_pairs(
     say: Callable[[str], None] | None = None,  # receives lines: where the pairs come from
     with_development: bool = True,  # False: no pair is held out for that part
 ) -> SplitPairs:
-    "Pairs of a pipeline; raises `InputError` when too few are left to hold any out."
+    """Pairs of a pipeline. Each part is at most `num_heldout` pairs and, of a file, a fifth of them.
+    Raises `InputError` when too few are left to hold any out.
+    """
     if num_heldout < 2:
         raise InputError(f"held-out pairs = {num_heldout}: must be at least 2")
     draw = random.Random(seed)
@@ -177,10 +184,15 @@ def split_pairs(
         most = len(rest) // 2
     if parts is None:
         unit = "document"
-        parts = split_by_document(pool, num_heldout, most, draw)
+        # of a file a fifth in each part at most, if that is several documents
+        few = num_heldout if data == "docstrings" else min(num_heldout, len(rest) // 5)
+        for number in (few, num_heldout):
+            parts = split_by_document(pool, number, most, draw)
+            if several_documents(parts["test"][0]):
+                break
     test, clusters = parts["test"]
     development, others = parts["development"] if with_development else ([], [])
-    if len(test) < 2:
+    if not several_documents(test):
         raise InputError(
             f"{data} has {counted(len(pool), 'pair')} to hold out from; at least 4 "
             "are needed, of different documents"

@@ -42,14 +42,6 @@ class Work:
             evaluations = 1 + (math.ceil(steps / every) if whole else steps // every)
         return steps * self.step[name] + evaluations * self.evaluation
 
-    def of_arms(self, arms: Mapping[str, Pipeline]) -> float:
-        "All stages of all arms, once."
-        return sum(
-            self.of_stage(f"{arm}/{stage}", recipe)
-            for arm, pipeline in arms.items()
-            for stage, recipe in pipeline.stages.items()
-        )
-
 
 def reading_flops(embedder: Embedder, shape: ModelShape, texts: Sequence[str]) -> float:
     "Operations of encoding these texts."

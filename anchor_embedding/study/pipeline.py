@@ -99,22 +99,24 @@ def collect(
     rows: Mapping[int, Mapping[str, list[dict]]],  # seed → arm → its evaluations
 ) -> dict:
     """The losses of the first seed, and of all seeds together the seconds of every stage and the
-    tokens trained on per second.
+    tokens trained on per second. A run that arms share counts once, for the first of them.
     """
     losses = {}
     timing = {}
-    training = []
+    training = {}  # run folder → its tokens and seconds
     for seed, arms in folders.items():
         for arm, stages in arms.items():
             for stage, folder in stages.items():
                 key = f"{arm}/{stage}"
                 metrics = read_metrics(folder / "metrics.jsonl")
                 losses.setdefault(key, _losses(metrics))
-                training.append(metrics[["tokens", "seconds"]].sum())
-                timing[key] = timing.get(key, 0.0) + training[-1].seconds
+                if folder in training:
+                    continue
+                training[folder] = metrics[["tokens", "seconds"]].sum()
+                timing[key] = timing.get(key, 0.0) + training[folder].seconds
             spent = sum(row["seconds"] for row in rows[seed][arm])
             timing[f"{key} evaluation"] = timing.get(f"{key} evaluation", 0.0) + spent
-    tokens, seconds = sum(training)
+    tokens, seconds = sum(training.values())
     return {
         "losses": losses,
         "timing": {key: round(spent, 1) for key, spent in timing.items()},

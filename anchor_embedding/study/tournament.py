@@ -146,8 +146,8 @@ def course(
     folders: Mapping[str, Path],  # stage → run folder
     flops: Mapping[str, float],  # stage → operations of a step
 ) -> tuple[list[dict], dict]:
-    """All evaluations with the steps, operations and seconds of training spent by then, and the
-    totals of the arm.
+    """The evaluations of the last stage, with the steps, operations and seconds of training spent
+    by then, and the totals of the arm.
     """
     rows = []
     stages = {}
@@ -157,12 +157,10 @@ def course(
         stages[stage] = len(seconds)
         steps = np.arange(len(seconds) + 1)
         course = spent + np.stack([steps, steps * flops[stage], [0, *seconds.cumsum()]], axis=1)
-        for row in evaluations(folder):
-            total, operations, elapsed = course[row["step"]].tolist()
-            rows.append(
-                row | {"step": int(total), "flops": operations, "seconds": round(elapsed, 2)}
-            )
         spent = course[-1]
+    for row in evaluations(folder):
+        total, operations, elapsed = course[row["step"]].tolist()
+        rows.append(row | {"step": int(total), "flops": operations, "seconds": round(elapsed, 2)})
     return rows, {
         "stages": stages,
         "flops_per_step": dict(flops),
