@@ -107,7 +107,7 @@ def test_no_judged_text_is_trained_on(seen, base, tmp_path, way, data):
     run(way, tmp_path / "pairs.jsonl" if data == "pairs" else data, base, tmp_path / "out")
     trained = seen[0]
     evaluated = plain_texts(seen[1])
-    assert len(evaluated) >= 25 and len(trained) >= 8, "training and evaluation must both have run"
+    assert len(evaluated) >= 10 and len(trained) >= 8, "training and evaluation must both have run"
     for side in (
         lambda pair: [pair.query],
         lambda pair: [pair.positive],
@@ -201,7 +201,9 @@ def test_parts_of_a_file_are_different_documents(tmp_path):
     with pytest.raises(InputError, match="must be test or development"):
         split.part("training")
     with pytest.raises(InputError, match="there is no development part"):
-        heldout.split_pairs(tmp_path / "pairs.jsonl", 30, 0).part("development")
+        heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 0, with_development=False).part(
+            "development"
+        )
 
 
 @pytest.mark.parametrize(
