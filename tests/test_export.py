@@ -430,7 +430,7 @@ def test_card(tmp_path, run, base):
     for text in (*expected, "| STS12 | test | cosine_spearman | 43.21 |", "commit: abc"):
         assert text in card.text, text
     assert (
-        "Differences from the paper" in card.text
+        "Differences from the recipe stage" in card.text
         and "| batch size | 8 |" not in card.text
         and "| batch_size | 8 |" in card.text
     )

@@ -115,6 +115,7 @@ _PUBLIC = (
     "instructions",
     "choices",
     "deviations",
+    "deviations_from",
     "seconds",
 )
 
@@ -199,8 +200,8 @@ CARD = """# {{ name }}
 
 {% endfor %}
 {% endmacro %}
-{% macro comparison(settings) %}
-| setting | here | paper |
+{% macro comparison(settings, other) %}
+| setting | here | {{ other }} |
 | --- | --- | --- |
 {% for key, values in settings.items() %}
 | {{ key }} | {{ values[0] }} | {{ values[1] }} |
@@ -267,14 +268,14 @@ The whole recipe:
 {% if stage.choices %}
 Chosen here, because the paper does not specify it:
 
-{{ comparison(stage.choices) }}
+{{ comparison(stage.choices, "paper") }}
 {% endif %}
 {% if stage.deviations %}
-Differences from the paper's recipe:
+Differences from the recipe {{ stage.reference }}, whose comments say which numbers are its paper's:
 
-{{ comparison(stage.deviations) }}
+{{ comparison(stage.deviations, stage.reference) }}
 {% elif stage.deviations is not none %}
-It does not differ from the paper's recipe.
+It does not differ from the recipe {{ stage.reference }}, whose comments say which numbers are its paper's.
 
 {% endif %}
 {% else %}
@@ -375,7 +376,7 @@ def model_card(
     adapter: bool = False,
 ) -> ModelCard:
     """README.md of a model: what it is, how to use it, what it was trained on, its scores, and
-    where it differs from the paper.
+    where it differs from the shipped recipe of its method.
     """
     packages = ("anchor_embedding", "torch", "transformers", "peft", "sentence_transformers")
     results = _results(scores) if scores else []
@@ -387,6 +388,8 @@ def model_card(
             "recipe": _stage_recipe(card),
             "choices": card.get("choices"),
             "deviations": card.get("deviations"),
+            # cards of earlier versions do not say from which recipe
+            "reference": card.get("deviations_from") or "of its paper",
         }
         for card in cards
     ]

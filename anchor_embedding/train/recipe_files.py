@@ -165,8 +165,10 @@ def recipe_schema() -> dict:
     }
 
 # %% ../../nbs/train/15_recipe_files.ipynb #93817916
-def deviations(recipe: Recipe) -> dict:  # setting → (value here, value in the paper)
-    "The settings that differ from the objective's paper; empty for an objective without a paper."
+def deviations(recipe: Recipe) -> dict:  # setting → (value here, value there)
+    """The settings that differ from the shipped recipe of the objective's paper (`paper`), whose
+    comments say which numbers are the paper's; empty for an objective without a paper.
+    """
     if not recipe.objective.paper:
         return {}
     ignored = {"base", "data", *RunSettings.model_fields}

@@ -511,6 +511,7 @@ def begin_run(run: Training) -> None:
         "competitors": recipe.objective.competitors(recipe.batch_size, run.data.most_negatives),
         # None: the objective has no paper to differ from
         "deviations": finite(deviations(recipe)) if recipe.objective.paper else None,
+        "deviations_from": recipe.objective.paper or None,
         "choices": recipe.objective.choices(),
         "commit": start["commit"],
         "objective_code": code_of(type(recipe.objective)),  # None: see the commit
