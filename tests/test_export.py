@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
@@ -34,6 +34,7 @@ from anchor_embedding.embed.export import (
 )
 from anchor_embedding.evaluate.candidate import _lineage
 from anchor_embedding.evaluate.encoder import trained_on
+from anchor_embedding.model.agreement import random_model
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.text import TextTokenizer
@@ -676,3 +677,63 @@ def test_scores_of_other_weights_are_refused_and_its_own_taken(tmp_path):
             / "README.md"
         ).read_text()
     )
+
+
+SHAPE = {
+    "vocab_size": 420,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+SHARE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+GEMMA4 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": SHARE | {"rope_type": "proportional"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "names"),
+    [
+        # the default of the padding is beyond this vocabulary
+        ("phi3", {"rope_parameters": SHARE}, {"partial_rotary_factor": 0.75}),
+        ("smollm3", {}, {"rope_theta": 2e6}),
+        ("gpt_neox", {"rotary_pct": 1.0}, {"partial_rotary_factor": 1.0, "rotary_pct": 1.0}),
+        ("gemma4_unified_text", {"rope_parameters": GEMMA4}, {"rope_local_base_freq": 1e4}),
+    ],
+)
+def test_other_programs_read_the_configuration(tmp_path, kind, settings, names):
+    """transformers 4 takes these names, which transformers 5 does not write; and the folder still
+    loads in transformers 5 with the same vectors.
+    """
+    if kind.startswith("gemma4"):
+        settings = settings | {
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+    model = random_model(AutoConfig.for_model(kind, **SHAPE | settings))
+    embedder = Embedder(CausalDecoder(model), TextTokenizer(tiny_tokenizer("qwen2"), "plain", 96))
+    folder = export_embedder(embedder, tmp_path / "exported")
+    config = json.loads((folder / "config.json").read_text())
+    assert {name: config[name] for name in names} == names
+    expected = embedder.encode(NASTY[:12])
+    np.testing.assert_allclose(load(folder).encode(NASTY[:12]), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        load_embedder(folder, "float32").encode(NASTY[:12]), expected, atol=1e-4
+    )
+
+
+def test_a_padding_without_an_embedding_is_replaced(tmp_path):
+    """As some fine-tuned models have it: the tokenizer got a padding, the embeddings did not."""
+    model = tiny_model("llama")
+    tokenizer = tiny_tokenizer("llama3")
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    assert tokenizer.pad_token_id >= model.config.vocab_size
+    embedder = Embedder(CausalDecoder(model), TextTokenizer(tokenizer, "plain", 96))
+    theirs = load(export_embedder(embedder, tmp_path / "exported"))
+    np.testing.assert_allclose(theirs.encode(NASTY), embedder.encode(NASTY), atol=1e-4)

@@ -223,7 +223,8 @@ def test_most_of_a_small_file_is_trained_on(tmp_path, pairs, documents, most):
 
 
 def test_a_search_among_one_document_is_refused(tmp_path):
-    rows = [{"query": f"query {i}", "positive": "The only text."} for i in range(50)]
+    # three pairs of one document are within the part, the others are too many
+    rows = [{"query": f"query {i}", "positive": f"Text {i < 3}."} for i in range(50)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match="at least 4 are needed, of different documents"):

@@ -165,10 +165,15 @@ def test_an_interrupted_pipeline_goes_on(base, finished, tmp_path):
     for name in ("report.json", "report.html"):
         (copy / name).unlink()
     shutil.rmtree(copy / "anchor")  # stopped in the last stage of the second arm
-    with pytest.raises(InputError, match="other settings"):
+    with pytest.raises(InputError, match=r"other settings \(.*: alpha was 0.2 and is now 0.5\)"):
         run_pipeline(
             pipeline(base, "stage1.alpha=0.5"), copy, progress=False, say=lambda text: None
         )
+    log = copy / "runs" / "baseline-stage2" / "metrics.jsonl"
+    log.rename(copy / "log")
+    with pytest.raises(InputError, match=r"baseline-stage2/metrics\.jsonl is gone"):
+        run_pipeline(small, copy, progress=False, say=lambda text: None)
+    (copy / "log").rename(log)
     again = run_pipeline(small, copy, progress=False, say=lambda text: None)
     for arm, rows in report["arms"].items():
         for row, other in zip(rows, again["arms"][arm], strict=True):

@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 from .. import __version__
 from . import measuring, models, planning, scoring, training, vectors
@@ -139,7 +140,10 @@ def _finished_work(args: argparse.Namespace) -> str:
         return f"{out} was not written" if out else "nothing was written"
     if args.run is vectors.encode_command and out.suffix.lower() == ".npy":
         return f"{out} was not written"
-    return f"finished work is in {getattr(args, 'runs_dir', None) or out or 'the run folder'}"
+    place = getattr(args, "runs_dir", None) or out
+    if place and not Path(place).exists():
+        return "nothing was written"
+    return f"finished work is in {place or 'the run folder'}"
 
 
 def _report_bug(args, error: Exception) -> int:  # exit code

@@ -66,6 +66,8 @@ def _post_processor(text_tokenizer: TextTokenizer, present: dict | None) -> dict
 def template_tokenizer(
     text_tokenizer: TextTokenizer,  # how texts became ids in training
     padding_side: str = "right",  # or "left"; the vectors are the same
+    rows: int
+    | None = None,  # of the model's embeddings: EOS takes the place of a padding beyond them
 ):
     """A transformers tokenizer that puts the template around every text by itself. Raises
     `InputError` if no such tokenizer can be made.
@@ -97,6 +99,8 @@ def template_tokenizer(
         for role in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (token := getattr(tokenizer, role))
     }
+    if rows is not None and (tokenizer.pad_token_id or 0) >= rows:
+        del roles["pad_token"]
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
         **({"pad_token": tokenizer.convert_ids_to_tokens(text_tokenizer.eos_id)} | roles),
@@ -309,20 +313,35 @@ def _write_weights(
         _edit_json(folder / "config.json", _readable_config)
 
 
+# kinds of rotary angles that transformers 4 knows
+_ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
+
+
 def _readable_config(config: dict) -> dict:
     """A model's configuration as other programs read it. transformers 4 reads the rotary angles
-    only from `rope_theta` and `rope_scaling`, and without them silently takes its default.
+    only from `rope_theta`, `rope_scaling` and `partial_rotary_factor` (`rotary_pct`), and without
+    them silently takes its default.
     """
-    readable = {k: v for k, v in config.items() if (k, v) != ("pad_token_id", None)}  # TEI
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type", "")
+    readable = dict(config)
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind].pad_token_id is None:
+        # TEI cannot read null, which is also the default
+        readable = {k: v for k, v in config.items() if (k, v) != ("pad_token_id", None)}
     rope = config.get("rope_parameters") or {}
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        readable["partial_rotary_factor"] = share
+        if kind.startswith("gpt_neox"):
+            readable["rotary_pct"] = share
     if "sliding_attention" in rope:
         readable["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if "rope_theta" in rope:
         readable["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if scaling.get("rope_type", "default") != "default":
-            readable["rope_scaling"] = scaling
+        elsewhere = ("rope_theta", "partial_rotary_factor")
+        if rope.get("rope_type") in _ROPE_TYPES:
+            readable["rope_scaling"] = {k: v for k, v in rope.items() if k not in elsewhere}
     return readable
 
 
@@ -349,11 +368,13 @@ def _free_folder(folder: str | os.PathLike) -> Path:
     return folder
 
 
-def _write_tokenizers(text_tokenizer: TextTokenizer, padding_side: str, folder: Path) -> None:
+def _write_tokenizers(embedder: Embedder, padding_side: str, folder: Path) -> None:
     """Write the tokenizer with its template, which is then loaded and checked, and in its own
     folder the tokenizer without it.
     """
-    template_tokenizer(text_tokenizer, padding_side).save_pretrained(folder)
+    text_tokenizer = embedder.tokenizer
+    rows = embedder.decoder.causal_lm.get_input_embeddings().num_embeddings
+    template_tokenizer(text_tokenizer, padding_side, rows).save_pretrained(folder)
     classes = {"tokenizer_class": "PreTrainedTokenizerFast"}
     # for an adapter: AutoProcessor looks here last, and would fail for a model on the hub
     if not (folder / "config.json").exists():
@@ -504,7 +525,7 @@ def export_embedder(
         files[CARD] = exported_card(cards, known)
     with atomic_folder(folder) as aside:
         _write_weights(embedder, source, aside, adapter, base, push)
-        _write_tokenizers(embedder.tokenizer, padding_side, aside)
+        _write_tokenizers(embedder, padding_side, aside)
         write_settings(embedder, aside)
         _write_files(aside, files)
         if onnx:

@@ -147,7 +147,8 @@ def _reason(error: Exception, task) -> str:
     if hasattr(task, "folder") or task.data_loaded:
         return line
     return (
-        f"{line}; the data come from the hub: is it reachable? (data_dir reads them from a folder)"
+        f"{line}; the data come from the hub: is it reachable? (--tasks-dir, data_dir in Python, "
+        "reads them from a folder)"
     )
 
 

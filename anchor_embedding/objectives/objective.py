@@ -227,9 +227,10 @@ def find_objective(
     if wanted:
         chosen = getattr(_import(module, name), wanted, None)
         if not (isinstance(chosen, type) and issubclass(chosen, Objective)):
+            defined = "; one from a notebook is known only there: put it into a file"
             raise InputError(
                 f"`objective` = {name!r}: {module} has no objective {wanted!r}, a "
-                "class that inherits from `Objective`"
+                f"class that inherits from `Objective`{defined if module == '__main__' else ''}"
             )
         return chosen
     if name not in objective_names():

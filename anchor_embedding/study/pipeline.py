@@ -39,11 +39,26 @@ from anchor_embedding.study.arms import (
 from .page import html_report
 from .report import findings, headline, read_metrics, results_table
 from ..train.inputs import batch_plan
-from ..train.pipeline import Pipeline
+from ..train.pipeline import Pipeline, from_toml
 from ..train.prepare import model_digest, prepare_tokenizer
 from ..train.recipe_files import load_recipe
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
+def _changes(before: Pipeline, now: Pipeline) -> str:
+    "What differs between two pipelines, in words; a setting that several stages have once."
+    changes = [
+        f"{key} was {old!r} and is now {new!r}"
+        for stage in before.stages.keys() & now.stages.keys()
+        for key, (old, new) in before.stages[stage].differences(now.stages[stage]).items()
+    ]
+    for key in ("arms", "evaluation", "name", "description"):
+        old = before.to_dict()[key]
+        new = now.to_dict()[key]
+        if old != new:
+            changes.append(f"{key} was {old!r} and is now {new!r}")
+    return ", ".join(sorted(set(changes)))
+
+
 def check_pipeline_folder(out: Path, pipeline: Pipeline) -> None:
     """Raise `InputError` unless the output folder is new or empty, or holds the same pipeline
     unfinished. Settings can change as long as no stage has begun.
@@ -55,9 +70,10 @@ def check_pipeline_folder(out: Path, pipeline: Pipeline) -> None:
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
     begun = any((out / "runs").glob("*/"))
     if begun and kept.exists() and kept.read_text(encoding="utf-8") != pipeline.to_toml():
+        before = from_toml(kept.read_text(encoding="utf-8"), str(kept))
         raise InputError(
-            f"{out} holds an unfinished run with other settings ({kept}); choose "
-            "another --out or remove it"
+            f"{out} holds an unfinished run with other settings ({kept}: "
+            f"{_changes(before, pipeline)}); go on with those it began with, or choose another --out"
         )
     if not kept.exists() and out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose another --out")

@@ -171,7 +171,8 @@ def check_folder(run: RunFolder, recipe: Recipe, resume: bool) -> None:
     begun = run.checkpoints() or any((run.path / n).exists() for n in ("metrics.jsonl", "final"))
     if begun and not resume:
         raise InputError(
-            f"{run.path} already holds a run; choose another --out, or go on with --resume"
+            f"{run.path} already holds a run; choose another --out, or go on with --resume "
+            "(`resume=True` in Python)"
         )
     if run.checkpoints():
         check_changes(run.path, recipe)
@@ -303,10 +304,16 @@ def _cut_log(path: Path, step: int) -> None:
         path.unlink(missing_ok=True)
 
 # %% ../../nbs/train/30_runs.ipynb #28357ab5
+_PARTS = ("recipe.toml", "metrics.jsonl", "final")
+
+
 def run_facts(run: RunFolder) -> dict[str, object]:
     """What a run trains, how far it is, and its last figures. Raises `InputError` for a broken
-    file.
+    file, and for a folder that is no run.
     """
+    if not run.checkpoints() and not any((run.path / name).exists() for name in _PARTS):
+        inside = ", ".join(f"runs/{path.parent.name}" for path in run.path.glob("runs/*/card.json"))
+        raise InputError(f"no run is here{inside and f', but there is {inside}'}")
     facts = {"recipe": None}
     steps = None
     kept = run.path / "recipe.toml"
