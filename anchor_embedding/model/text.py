@@ -123,11 +123,12 @@ def _eos_id(tokenizer, eos_token):
             "name one of its special tokens with eos_token=…"
         )
     if ids[0] in _encode_bodies(tokenizer, [f"a{token} {token}"])["input_ids"][0]:
+        special = token in tokenizer.all_special_tokens
+        register = "register it with tokenizer.add_special_tokens({'eos_token': …}) or "
         raise InputError(
-            f"the EOS token {token!r} is not a special token of {_name(tokenizer)}, so ordinary "
-            "text could contain it: "
-            "register it with tokenizer.add_special_tokens({'eos_token': …}) or name another one "
-            "with eos_token=…"
+            f"the EOS token {token!r} is {'also an ordinary piece' if special else 'not a special token'} "
+            f"of {_name(tokenizer)}, so ordinary text could contain it: "
+            f"{'' if special else register}name another one with eos_token=…"
         )
     return ids[0]
 

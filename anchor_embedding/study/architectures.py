@@ -70,6 +70,7 @@ TYPES_OWN = {
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "zamba": {"num_hidden_layers": 3},
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
