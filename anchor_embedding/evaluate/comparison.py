@@ -179,15 +179,15 @@ def _new_instructions(run: dict) -> str | None:
 
 
 def _remarks(groups) -> list[str]:
-    """A sentence for every task that failed, for the tasks that were read from local files, and for
-    instructions that are new to a model.
+    """A sentence for the tasks that failed for the same reason, for the tasks that were read from
+    local files, and for instructions that are new to a model.
     """
     runs = [*chain.from_iterable(groups.values())]
-    failed = [
-        f"Failed here, {task}: {reason}"
-        for run in runs
-        for task, reason in run.get("errors", {}).items()
-    ]
+    by_reason = {}
+    for run in runs:
+        for task, reason in run.get("errors", {}).items():
+            by_reason.setdefault(reason, {})[task] = True
+    failed = [f"Failed here, {', '.join(tasks)}: {why}" for why, tasks in by_reason.items()]
     new = [remark for run in runs if (remark := _new_instructions(run))]
     local = {
         task for run in runs for task, entry in run["tasks"].items() if entry.get("data") == "local"

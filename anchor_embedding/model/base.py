@@ -257,7 +257,8 @@ def _run_result(run: Path) -> str | None:
         )
     # not a model of several modules, nor anything but a folder of models
     if run.is_dir() and not (run / "modules.json").exists():
-        inside = {path.parent for config in _CONFIGS for path in run.glob(f"*/{config}")}
+        files = [f"{place}/{config}" for place in ("*", "*/final") for config in _CONFIGS]
+        inside = {path.parent for file in files for path in run.glob(file)}
         if inside:
             names = ", ".join(str(model) for model in sorted(inside)[:6])
             raise InputError(f"{run} is a folder of models; name one of them: {names}")
