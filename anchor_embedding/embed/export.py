@@ -66,8 +66,8 @@ def _post_processor(text_tokenizer: TextTokenizer, present: dict | None) -> dict
 def template_tokenizer(
     text_tokenizer: TextTokenizer,  # how texts became ids in training
     padding_side: str = "right",  # or "left"; the vectors are the same
-    rows: int
-    | None = None,  # of the model's embeddings: EOS takes the place of a padding beyond them
+    # of the model's embeddings: EOS takes the place of a padding beyond them
+    rows: int | None = None,
 ):
     """A transformers tokenizer that puts the template around every text by itself. Raises
     `InputError` if no such tokenizer can be made.

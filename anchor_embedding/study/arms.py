@@ -63,13 +63,8 @@ def _set_base(begun: Path, base: str) -> None:
 
 def _check_finished(folder: Path, recipe: Recipe) -> None:
     """Raise `InputError` if a finished stage was trained with other settings on which its result
-    depends, or with other code of its objective, or if its log is gone. Its base may have moved.
+    depends, or with other code of its objective. Its base may have moved.
     """
-    if not (folder / "metrics.jsonl").exists():
-        raise InputError(
-            f"{folder / 'metrics.jsonl'} is gone, which the report needs: put the folder back, or "
-            f"remove the arm ({folder.parent.parent}) and its other stages: it is trained again"
-        )
     kept = folder / "recipe.toml"
     if kept.exists():
         base = from_toml(kept.read_text(encoding="utf-8"), str(kept)).base
@@ -130,6 +125,11 @@ def run_arm(
     for stage, folder in folders.items():
         if finished or (folder / "final").exists():
             _check_finished(folder, arm.stages[stage])
+            if not (folder / "metrics.jsonl").exists():
+                raise InputError(
+                    f"{folder / 'metrics.jsonl'} is gone, which the report needs: put the folder back, "
+                    f"or remove {out / arm.name} and {out / 'runs' / arm.name}-*: the arm is trained again"
+                )
     if finished:
         return folders
     for place, (stage, recipe) in enumerate(arm.stages.items()):
