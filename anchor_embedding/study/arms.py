@@ -44,7 +44,7 @@ from anchor_embedding.study.duration import (
     work_done,
     work_of_arms,
 )
-from ..train.pipeline import Pipeline, from_toml
+from ..train.pipeline import Pipeline, from_toml, shared_stages
 from ..train.prepare import instructions_record, prepare_tokenizer
 from ..train.recipe import Recipe
 from ..train.runs import check_changes, read_card, read_log
@@ -84,22 +84,16 @@ def _hand_over(final: Path, model: Path) -> None:
 
 
 def shared_runs(arms: Mapping[str, Pipeline], out: Path) -> dict[str, dict[str, Path]]:
-    """arm → stage → the run folder of an earlier arm of the same seed that begins with the same
-    stages. The last stage of an arm is its own, and so is one that it has begun itself.
-    """
-    known = {}  # the recipes up to a stage → its run folder
-    shared = {}
-    for name, arm in arms.items():
-        last = [*arm.stages][-1]
-        recipes = ""
-        shared[name] = {}
-        for stage, recipe in arm.stages.items():
-            recipes += recipe.replace(name="stage", eval_every=0).to_toml()
-            own = out / "runs" / f"{name}-{stage}"
-            if stage != last and recipes in known and not own.exists():
-                shared[name][stage] = known[recipes]
-            known.setdefault(recipes, own)
-    return shared
+    "`shared_stages` as run folders, without the stages that an arm has begun itself."
+    runs = out / "runs"
+    return {
+        arm: {
+            stage: runs / run
+            for stage, run in stages.items()
+            if not (runs / f"{arm}-{stage}").exists()
+        }
+        for arm, stages in shared_stages(arms).items()
+    }
 
 
 def run_arm(

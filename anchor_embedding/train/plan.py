@@ -28,7 +28,7 @@ from anchor_embedding.train.cost import (
     trained_parameters,
 )
 from .inputs import find_shape, lengths_at_hand
-from .pipeline import Pipeline
+from .pipeline import Pipeline, shared_stages
 from .recipe import Recipe
 from .recipe_files import load_recipe
 
@@ -311,7 +311,13 @@ def plan(
         raise InputError(f"processes = {processes}: must be at least 1")
     gpus = [find_gpu(gpu) for gpu in gpus or GPUS]
     if isinstance(recipe, Pipeline):
-        stages = {f"{arm}/{stage.name}": stage for arm in recipe.arms for stage in recipe.arm(arm)}
+        shared = shared_stages(recipe.by_arm())
+        stages = {
+            f"{arm}/{stage.name}": stage
+            for arm in recipe.arms
+            for stage in recipe.arm(arm)
+            if stage.name not in shared[arm]
+        }
         return PipelinePlan(
             recipe.name,
             {
