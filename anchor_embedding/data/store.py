@@ -265,10 +265,15 @@ class ExampleStore(_Columns, Sequence):
         return self.take([index + len(self) if index < 0 else index])[0]
 
     def take(self, indices: Iterable[int]) -> list[Example]:
-        """The examples of these rows, in this order. Raises `IndexError`, and `InputError` when the
-        file was overwritten.
+        """The examples of these rows, in this order. Raises `IndexError`, and `InputError` for what
+        is no row number, such as a mask, and when the file was overwritten.
         """
-        indices = np.fromiter(indices, dtype=np.int64)
+        indices = np.asarray(indices if isinstance(indices, np.ndarray) else [*indices])
+        if len(indices) and indices.dtype.kind not in "iu":
+            raise InputError(
+                f"rows are whole numbers, not {indices.dtype}; of a mask, give np.flatnonzero(mask)"
+            )
+        indices = indices.astype(np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows are numbered 0 to {len(self) - 1}")
         return [Example(*texts, self.datasets[code]) for *texts, code in self._mapped.rows(indices)]

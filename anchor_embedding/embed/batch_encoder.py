@@ -26,6 +26,11 @@ def _device_here() -> str | None:
 # %% ../../nbs/embed/70_batch_encoder.ipynb #e88966a6
 def _array(values) -> np.ndarray:
     "A column as an array. Whole numbers with gaps stay whole numbers, with None in the gaps."
+    if isinstance(values, list) and not all(isinstance(value, int | float) for value in values):
+        array = np.empty(len(values), dtype=object)
+        for row, value in enumerate(values):
+            array[row] = value
+        return array
     array = np.asarray(values)
     if isinstance(values, np.ndarray | list) or array.dtype.kind != "f":
         return array

@@ -240,6 +240,8 @@ def encode_corpus(
     """
     if batch_tokens < 1:
         raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
+    if not 0 <= rank < world:
+        raise InputError(f"rank = {rank} of world = {world}: must be 0 … {world - 1}")
     folder = Path(folder)
     stamps = file_stamps(source)
     overview = look_over(source, settings.columns)
@@ -461,7 +463,7 @@ class Corpus:
 
     def column(self, name: str) -> Iterator[tuple[range, list[str | None]]]:
         "(positions, values of a stored column) of each shard, in order. Raises `InputError`."
-        if name not in self.columns:
+        if name not in ("id", *self.columns):
             columns = ",".join([*self.columns, name])
             raise InputError(
                 f"{self.folder} has no column {name!r}; encode the corpus into a new folder, "

@@ -182,6 +182,7 @@ def default_instructions(
     a web search if it is one of several. Raises `InputError` if the datasets had different ones and
     none of them is that.
     """
+    datasets = list(datasets)
     if trained is None or (trained in ("paper", "as_released") and not datasets):
         return {"query": QUERY_INSTRUCTION}
     table, _ = _asked_in_training(trained, datasets)

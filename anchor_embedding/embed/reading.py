@@ -376,7 +376,8 @@ def reading_report(
     results = {}
     for name, path in models.items():
         embedder = load_embedder(path, **load or {})
-        losses = reconstruction_losses(embedder, pairs, predict_eos)
+        opening = settings.get("decode_opening")
+        losses = reconstruction_losses(embedder, pairs, predict_eos, opening)
         readings = read_anchors(embedder, texts, **settings)
         results[name] = {
             "settings": _settings_of(embedder),

@@ -16,6 +16,7 @@ from ..common.errors import InputError
 from ..data.examples import same_text
 from ..embed.bm25 import Bm25, words
 from ..embed.vectors import unit
+from ..model.text import list_of_texts
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #03a0e6d7
 def _ranks_by_query(ranks) -> list[np.ndarray]:
@@ -40,7 +41,9 @@ def query_ndcg(
     ranks,
     k: int = 10,  # ranks up to this one count
 ) -> np.ndarray:  # (n,) in [0, 1]; their mean is nDCG@k
-    "nDCG@k of every query."
+    "nDCG@k of every query. Raises `InputError` for k below 1."
+    if k < 1:
+        raise InputError(f"k = {k}: must be at least 1")
 
     def total_gain(row):
         return (1 / np.log2(1 + row[row <= k])).sum()
@@ -110,9 +113,19 @@ def pessimistic_ranks(
     tie: float = 0.0,  # scores this close count as equal
     ignored=None,  # n lists of columns that are not candidates for a query; None = no such columns
 ) -> list:  # n entries, see `query_ndcg`
-    "The ranks of the relevant documents; other documents with an equal score come before them."
+    """The ranks of the relevant documents; other documents with an equal score come before them.
+    Raises `InputError` for a score that is no number, and for a column that is not there.
+    """
     relevant = checked_relevant(relevant, *scores.shape)
     ignored = [()] * len(relevant) if ignored is None else ignored
+    if np.isnan(scores).any():
+        row = int(np.argwhere(np.isnan(scores))[0][0])
+        raise InputError(f"query {row}: a score is not a number")
+    for row, columns in enumerate(ignored):
+        if any(not 0 <= column < scores.shape[1] for column in columns):
+            raise InputError(
+                f"query {row}: ignored columns must be in 0 … {scores.shape[1] - 1}; got {[*columns]}"
+            )
     return [
         _ranks_in_row(row, own, out, tie)
         for row, own, out in zip(scores, relevant, ignored, strict=True)
@@ -244,6 +257,9 @@ class HeldoutRetrieval:
         # n labels, such as packages; None = group the queries that share a document
         clusters: Sequence | None = None,
     ):
+        # a column of a table is read by place
+        queries = list_of_texts(queries)
+        positives = list_of_texts(positives)
         distinct = {}  # same text → the first query with it
         documents = {}
         relevant = {}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 
 import pandas as pd
@@ -119,14 +120,17 @@ def scores_table(
     # see `read_scores`; a model that could not be loaded has an error for "model"
     scores: Sequence[dict],
 ) -> pd.DataFrame:  # tasks × models, main scores in 0 … 1; the first column is the type
-    "Main scores side by side; a task that a model lacks is empty and is left out of the mean."
+    """Main scores side by side; a task that a model lacks is empty and is left out of the mean. A
+    second model of the same name is called `name (2)`.
+    """
     names = dict.fromkeys(task for one in scores for task in [*one["tasks"], *one["errors"]])
     names.pop("model", None)
     types = {task: entry["type"] for one in scores for task, entry in one["tasks"].items()}
-    main = {
-        one["model"]: {task: entry["main_score"] for task, entry in one["tasks"].items()}
-        for one in scores
-    }
+    main = {}
+    for one in scores:
+        numbered = (f"{one['model']} ({number})" for number in count(2))
+        name = next(label for label in chain([one["model"]], numbered) if label not in main)
+        main[name] = {task: entry["main_score"] for task, entry in one["tasks"].items()}
     table = pd.DataFrame(main, index=pd.Index(names, name="task"), dtype=float)
     scored = table.columns[table.notna().any()]  # without models that could not be loaded
     shared = table.dropna(subset=scored) if len(scored) else table.iloc[:0]
@@ -146,5 +150,5 @@ def table_markdown(
 
     text = table.map(cell).rename_axis(table.index.name or "task").reset_index()
     rows = [list(text), ["---"] * text.shape[1], *text.to_numpy()]
-    escaped = [[name.replace("|", "\\|") for name in row] for row in rows]
+    escaped = [[str(name).replace("|", "\\|") for name in row] for row in rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in escaped)

@@ -464,6 +464,8 @@ def compare_runs(
     """Compare two ways of training by pairs of runs; with one pair there is no verdict. Raises
     `InputError` unless the runs are pairs.
     """
+    if alternative not in ALTERNATIVES:
+        raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
     a = np.atleast_2d(np.asarray(a, dtype=np.float64))
     b = np.atleast_2d(np.asarray(b, dtype=np.float64))
     if (
@@ -480,6 +482,11 @@ def compare_runs(
     if not np.isfinite(differences).all():
         raise InputError(
             f"query {np.argwhere(~np.isfinite(differences))[0][1]}: its figure is not finite"
+        )
+    if clusters is not None and len(clusters) != differences.shape[1]:
+        raise InputError(
+            f"{len(clusters)} clusters are given for {differences.shape[1]} queries; give one for "
+            "each query"
         )
     clusters, number = several_clusters(clusters)
     means = two_level_bootstrap(differences, clusters, samples)

@@ -46,6 +46,10 @@ class SoftTokens:
                 f"{self.steps} refinement steps: a vector needs at least 1, because "
                 "the text's own last state is not pooled"
             )
+        if not self.temperature > 0:
+            raise InputError(
+                f"temperature of the soft tokens = {self.temperature}: must be above 0"
+            )
         if self.kind not in ("mixture", "pause"):
             raise InputError(f"soft tokens of kind {self.kind!r}; give 'mixture' or 'pause'")
 
