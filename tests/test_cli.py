@@ -1038,5 +1038,11 @@ def test_output_that_cannot_be_written_is_no_bug(tmp_path):
         ("train stage1", "finished work is in the run folder"),
     ],
 )
-def test_an_interrupted_command_says_what_is_there(words, message):
-    assert _finished_work(_parser().parse_args(words.split())) == message
+def test_an_interrupted_command_says_what_is_there(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = _parser().parse_args(words.split())
+    if message.startswith("finished work is in"):
+        before = message if "the run folder" in message else "nothing was written"
+        assert _finished_work(args) == before
+        Path(message.split()[-1]).mkdir()
+    assert _finished_work(args) == message
