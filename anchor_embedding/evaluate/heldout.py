@@ -143,7 +143,7 @@ def split_by_document(pool: list, number: int, most: int, draw: random.Random) -
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #6d7fc212
 def several_documents(pairs: Iterable[Example]) -> bool:
-    "Whether pairs have at least two different documents, so that a search among them says something."
+    "Whether pairs have at least two different documents, which a search needs."
     return len({same_text(pair.positive) for pair in pairs}) > 1
 
 
@@ -155,8 +155,8 @@ def split_pairs(
     say: Callable[[str], None] | None = None,  # receives lines: where the pairs come from
     with_development: bool = True,  # False: no pair is held out for that part
 ) -> SplitPairs:
-    """Pairs of a pipeline. Each part is at most `num_heldout` pairs and, of a file, a fifth of them.
-    Raises `InputError` when too few are left to hold any out.
+    """Pairs of a pipeline. Each part is at most `num_heldout` pairs and, of a file, a fifth of
+    them. Raises `InputError` when too few are left to hold any out.
     """
     if num_heldout < 2:
         raise InputError(f"held-out pairs = {num_heldout}: must be at least 2")

@@ -123,8 +123,9 @@ def pessimistic_ranks(
         raise InputError(f"query {row}: a score is not a number")
     for row, columns in enumerate(ignored):
         if any(not 0 <= column < scores.shape[1] for column in columns):
+            last = scores.shape[1] - 1
             raise InputError(
-                f"query {row}: ignored columns must be in 0 … {scores.shape[1] - 1}; got {[*columns]}"
+                f"query {row}: ignored columns must be in 0 … {last}; got {[*columns]}"
             )
     return [
         _ranks_in_row(row, own, out, tie)

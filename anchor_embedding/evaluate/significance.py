@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEVEL', 'POWER', 'ALTERNATIVES', 'Difference', 'several_clusters', 'cluster_sums', 'two_level_bootstrap',
-           'stretched_interval', 'paired_bootstrap', 'noise', 'error_parts', 'least_p', 'seeds_needed', 'SignFlip',
-           'sign_flip', 'holm', 'detectable_difference', 'upper_spread', 'what_it_rests_on', 'compare_runs',
-           'compare_with', 'compare_means']
+           'stretched_interval', 'paired_bootstrap', 'noise', 'error_parts', 'check_alternative', 'least_p',
+           'seeds_needed', 'SignFlip', 'sign_flip', 'holm', 'detectable_difference', 'upper_spread', 'what_it_rests_on',
+           'compare_runs', 'compare_with', 'compare_means']
 
 # %% ../../nbs/evaluate/20_significance.ipynb #01c2687f
 import math
@@ -88,10 +88,17 @@ class Difference:
 # %% ../../nbs/evaluate/20_significance.ipynb #260d83a7
 def several_clusters(
     clusters: Sequence | None,
+    queries: int,  # one label for each
 ) -> tuple[list | None, int]:  # None = each query by itself, as if there were no clusters
-    "The clusters and their number. With only one, nothing tells how much clusters differ."
+    """The clusters and their number. With only one, nothing tells how much clusters differ. Raises
+    `InputError` for another number of labels.
+    """
     if clusters is None:
         return None, 0
+    if len(clusters) != queries:
+        raise InputError(
+            f"{len(clusters)} clusters are given for {queries} queries; give one for each query"
+        )
     number = len(set(clusters))
     return (list(clusters) if number > 1 else None), number
 
@@ -196,7 +203,7 @@ def paired_bootstrap(
     Raises `InputError` unless a and b are pairs.
     """
     differences = _paired(a, b)
-    clusters, number = several_clusters(clusters)
+    clusters, number = several_clusters(clusters, len(differences))
     freedom = (number if clusters else len(differences)) - 1
     means = two_level_bootstrap(differences[None], clusters, samples, seed)
     low, high = stretched_interval(means, differences.mean(), freedom)
@@ -253,6 +260,12 @@ def error_parts(
 ALTERNATIVES = ("two-sided", "greater", "less")
 
 
+def check_alternative(alternative: str) -> None:
+    "Raise `InputError` for an unknown alternative."
+    if alternative not in ALTERNATIVES:
+        raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
+
+
 def least_p(seeds: int, alternative: str = "two-sided", comparisons: int = 1) -> float:
     """The smallest p that an exact sign-flip test with this number of seeds can give, after Holm's
     correction for this number of comparisons.
@@ -306,8 +319,7 @@ def sign_flip(
     40, or an unknown alternative.
     """
     differences = np.asarray(differences, dtype=np.float64)
-    if alternative not in ALTERNATIVES:
-        raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
+    check_alternative(alternative)
     if (
         differences.ndim != 1
         or not 1 <= len(differences) <= 40
@@ -464,8 +476,7 @@ def compare_runs(
     """Compare two ways of training by pairs of runs; with one pair there is no verdict. Raises
     `InputError` unless the runs are pairs.
     """
-    if alternative not in ALTERNATIVES:
-        raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
+    check_alternative(alternative)
     a = np.atleast_2d(np.asarray(a, dtype=np.float64))
     b = np.atleast_2d(np.asarray(b, dtype=np.float64))
     if (
@@ -483,12 +494,7 @@ def compare_runs(
         raise InputError(
             f"query {np.argwhere(~np.isfinite(differences))[0][1]}: its figure is not finite"
         )
-    if clusters is not None and len(clusters) != differences.shape[1]:
-        raise InputError(
-            f"{len(clusters)} clusters are given for {differences.shape[1]} queries; give one for "
-            "each query"
-        )
-    clusters, number = several_clusters(clusters)
+    clusters, number = several_clusters(clusters, differences.shape[1])
     means = two_level_bootstrap(differences, clusters, samples)
     spread, error, freedom = error_parts(differences, clusters, means)
     centre = float(differences.mean())

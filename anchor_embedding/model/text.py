@@ -123,12 +123,14 @@ def _eos_id(tokenizer, eos_token):
             "name one of its special tokens with eos_token=…"
         )
     if ids[0] in _encode_bodies(tokenizer, [f"a{token} {token}"])["input_ids"][0]:
-        special = token in tokenizer.all_special_tokens
-        register = "register it with tokenizer.add_special_tokens({'eos_token': …}) or "
+        kind = "not a special token"
+        remedy = "register it with tokenizer.add_special_tokens({'eos_token': …}) or "
+        if token in tokenizer.all_special_tokens:
+            kind = "also an ordinary piece"
+            remedy = ""
         raise InputError(
-            f"the EOS token {token!r} is {'also an ordinary piece' if special else 'not a special token'} "
-            f"of {_name(tokenizer)}, so ordinary text could contain it: "
-            f"{'' if special else register}name another one with eos_token=…"
+            f"the EOS token {token!r} is {kind} of {_name(tokenizer)}, so ordinary text could "
+            f"contain it: {remedy}name another one with eos_token=…"
         )
     return ids[0]
 

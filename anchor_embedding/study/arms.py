@@ -121,8 +121,9 @@ def run_arm(
             _check_finished(folder, arm.stages[stage])
             if not (folder / "metrics.jsonl").exists():
                 raise InputError(
-                    f"{folder / 'metrics.jsonl'} is gone, which the report needs: put the folder back, "
-                    f"or remove {out / arm.name} and {out / 'runs' / arm.name}-*: the arm is trained again"
+                    f"{folder / 'metrics.jsonl'} is gone, which the report needs: put the folder "
+                    f"back, or remove {out / arm.name} and {out / 'runs' / arm.name}-*: the arm is "
+                    "trained again"
                 )
     if finished:
         return folders

@@ -51,11 +51,13 @@ def _changes(before: Pipeline, now: Pipeline) -> str:
         for stage in before.stages.keys() & now.stages.keys()
         for key, (old, new) in before.stages[stage].differences(now.stages[stage]).items()
     ]
-    for key in ("arms", "evaluation", "name", "description"):
-        old = before.to_dict()[key]
-        new = now.to_dict()[key]
-        if old != new:
-            changes.append(f"{key} was {old!r} and is now {new!r}")
+    old = before.to_dict()
+    new = now.to_dict()
+    changes += [
+        f"{key} was {old[key]!r} and is now {new[key]!r}"
+        for key in ("arms", "evaluation", "name", "description")
+        if old[key] != new[key]
+    ]
     return ", ".join(sorted(set(changes)))
 
 
@@ -69,11 +71,12 @@ def check_pipeline_folder(out: Path, pipeline: Pipeline) -> None:
     if (out / "report.json").exists():
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
     begun = any((out / "runs").glob("*/"))
-    if begun and kept.exists() and kept.read_text(encoding="utf-8") != pipeline.to_toml():
-        before = from_toml(kept.read_text(encoding="utf-8"), str(kept))
+    text = kept.read_text(encoding="utf-8") if begun and kept.exists() else pipeline.to_toml()
+    if text != pipeline.to_toml():
+        changes = _changes(from_toml(text, str(kept)), pipeline)
         raise InputError(
-            f"{out} holds an unfinished run with other settings ({kept}: "
-            f"{_changes(before, pipeline)}); go on with those it began with, or choose another --out"
+            f"{out} holds an unfinished run with other settings ({kept}: {changes}); go on with "
+            "those it began with, or choose another --out"
         )
     if not kept.exists() and out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose another --out")

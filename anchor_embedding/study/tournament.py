@@ -27,8 +27,8 @@ from ..embed.embedder import Embedder
 from ..evaluate.heldout import SplitPairs, split_pairs
 from ..evaluate.scores import table_markdown
 from anchor_embedding.evaluate.significance import (
-    ALTERNATIVES,
     Difference,
+    check_alternative,
     compare_with,
     paired_bootstrap,
 )
@@ -106,8 +106,7 @@ def check_request(
             f"amount = {amount:g}, every = {every:g}: two{whole} numbers of {budget} "
             "above 0, `every` not above `amount`"
         )
-    if alternative not in ALTERNATIVES:
-        raise InputError(f"alternative = {alternative!r}: must be one of {', '.join(ALTERNATIVES)}")
+    check_alternative(alternative)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()) and not any((out / "runs").glob("*.json")):

@@ -157,8 +157,8 @@ def check_run_folders(arms: Mapping[str, Iterable[str]]) -> None:  # name → st
 def shared_stages(
     arms: Mapping[str, Pipeline],  # name → a pipeline with that arm only
 ) -> dict[str, dict[str, str]]:
-    """arm → stage → the run (`<arm>-<stage>`) of an earlier arm that begins with the same stages. The
-    last stage of an arm is its own.
+    """arm → stage → the run (`<arm>-<stage>`) of an earlier arm that begins with the same stages.
+    The last stage of an arm is its own.
     """
     known = {}  # the recipes up to a stage → its run
     shared = {}
