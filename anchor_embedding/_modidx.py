@@ -1693,6 +1693,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance._paired': ( 'evaluate/significance.html#_paired',
                                                                                                             'anchor_embedding/evaluate/significance.py'),
+                                                        'anchor_embedding.evaluate.significance._run_figures': ( 'evaluate/significance.html#_run_figures',
+                                                                                                                 'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance.check_alternative': ( 'evaluate/significance.html#check_alternative',
                                                                                                                       'anchor_embedding/evaluate/significance.py'),
                                                         'anchor_embedding.evaluate.significance.cluster_sums': ( 'evaluate/significance.html#cluster_sums',

@@ -10,13 +10,15 @@ import pytest
 
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.data.batches import BatchPlan, Instructions
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.batch_encoder import BatchEncoder
 from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import default_instructions
-from anchor_embedding.embed.reading import reading_report, reconstruction_losses
+from anchor_embedding.embed.reading import generate, reading_report, reconstruction_losses
+from anchor_embedding.evaluate.anchors import effective_rank
 from anchor_embedding.evaluate.retrieval import (
     HeldoutRetrieval,
     pessimistic_ranks,
@@ -27,6 +29,7 @@ from anchor_embedding.evaluate.significance import compare_runs
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.train.plan import plan
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +141,31 @@ def test_one_run_is_checked_like_several():
         compare_runs(a, b, alternative="two_sided")
     with pytest.raises(InputError, match="1 clusters are given for 9 queries"):
         compare_runs(a, b, ["x"])
+
+
+def test_rows_of_a_dataset_may_be_lists():
+    rows = {"a": [0, 1, 4, 5], "b": [2, 3]}
+    of_arrays = BatchPlan({name: np.array(places) for name, places in rows.items()}, 2)
+    of_lists = BatchPlan(rows, 2)
+    steps = range(of_arrays.steps_per_pass)
+    assert [of_lists.step(k) for k in steps] == [of_arrays.step(k) for k in steps]
+    assert of_lists.batches == {"a": 2, "b": 1}
+    with pytest.raises(InputError, match="sampling of 'a' = -1"):
+        BatchPlan(rows, 2, sampling={"a": -1})
+
+
+def test_wrong_numbers_are_named(saved):
+    with pytest.raises(InputError, match="one number for each of the same queries"):
+        compare_runs([[0.1, 0.2], [0.1]], [[0.1, 0.2], [0.1, 0.2]])
+    for shares in (1, [-1]):
+        with pytest.raises(InputError, match="negatives = "):
+            plan("baseline", mean_lengths={"negatives": shares})
+    vectors = np.random.default_rng(0).normal(size=(4, 3))
+    vectors[2, 1] = np.nan
+    with pytest.raises(InputError, match="vector 2 holds numbers that are not finite"):
+        effective_rank(vectors)
+    with pytest.raises(InputError, match="batch_size must be at least 1, not 0"):
+        decoder = Embedder.from_pretrained(saved, dtype="float32").decoder
+        generate(decoder, decoder.causal_lm.get_input_embeddings().weight[:2], 1, batch_size=0)
+    with pytest.raises(InputError, match="have a `table` and `symmetric`"):
+        Instructions.from_record({})

@@ -38,8 +38,8 @@ def _rows_by_dataset(sizes):
     each example.
     """
     if isinstance(sizes, dict):
-        if any(isinstance(indices, np.ndarray) for indices in sizes.values()):
-            return dict(sizes)
+        if any(np.ndim(indices) for indices in sizes.values()):
+            return {name: np.asarray(indices) for name, indices in sizes.items()}
         ends = np.cumsum([0, *sizes.values()])
         return {name: np.arange(ends[i], ends[i + 1]) for i, name in enumerate(sizes)}
     rows = {}
@@ -74,13 +74,16 @@ def parse_sampling(
 
 def _rows_in_a_pass(sizes, sampling):
     """{dataset: number of its rows in a pass}, from {dataset: size}. Raises `InputError` for an
-    unknown dataset in `sampling`.
+    unknown dataset in `sampling` and a ratio below 0.
     """
     if unknown := sorted(set(sampling) - set(sizes)):
         raise InputError(
             f"sampling names {', '.join(map(repr, unknown))}, but the data has "
             f"{', '.join(sorted(sizes)) or 'no datasets'}"
         )
+    for name, ratio in sampling.items():
+        if not 0 <= ratio < math.inf:
+            raise InputError(f"sampling of {name!r} = {ratio}: give a ratio of 0 or more")
     return {name: round(sampling.get(name, 1) * size) for name, size in sizes.items()}
 
 # %% ../../nbs/data/40_batches.ipynb #bcdb72f7
@@ -258,8 +261,14 @@ class Instructions:
         "Those that were saved with a model: a name, or the whole table. Raises `InputError`."
         if isinstance(record, str):
             return cls.named(record)
-        table = {dataset: tuple(choices) for dataset, choices in record["table"].items()}
-        return cls("training", table, frozenset(record["symmetric"]))
+        try:
+            table = {dataset: tuple(choices) for dataset, choices in record["table"].items()}
+            return cls("training", table, frozenset(record["symmetric"]))
+        except (AttributeError, KeyError, TypeError):
+            raise InputError(
+                "instructions that were saved with a model have a `table` and `symmetric`, not "
+                f"{record!r}"
+            ) from None
 
 # %% ../../nbs/data/40_batches.ipynb #8348b44c
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}

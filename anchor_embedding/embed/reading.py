@@ -144,6 +144,8 @@ def generate(
     """The text that the model decodes from each vector alone. The model is not changed. Raises
     `InputError`.
     """
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, not {batch_size}")
     _check_request(decoder, len(before) + 1, max_new_tokens, temperature, top_p)
     _check_anchors(decoder, anchors)
     choose = _chooser(sample, temperature, top_p, torch.Generator(decoder.device).manual_seed(seed))

@@ -35,11 +35,14 @@ def effective_rank(
     vectors: np.ndarray,  # (n, d), one row per text, n ≥ 2
 ) -> float:  # between 1 and min(n - 1, d); 0 if all vectors are equal
     """exp(entropy) of the eigenvalues of the covariance. Raises `InputError` for fewer than two
-    vectors.
+    vectors, and numbers that are not finite.
     """
     if len(vectors) < 2:
         raise InputError("effective_rank needs vectors of at least two texts")
     centred = np.asarray(vectors, dtype=np.float64)
+    if not np.isfinite(centred).all():
+        bad = int(np.flatnonzero(~np.isfinite(centred).all(axis=1))[0])
+        raise InputError(f"vector {bad} holds numbers that are not finite")
     centred = centred - centred.mean(axis=0)
     values = np.linalg.svd(centred, compute_uv=False) ** 2
     total = values.sum()

@@ -463,6 +463,17 @@ def what_it_rests_on(difference: Difference, digits: int = 3) -> str:
     return "; ".join(parts) + detectable
 
 # %% ../../nbs/evaluate/20_significance.ipynb #d2b49422
+def _run_figures(figures):
+    "(seeds, queries) float64. Raises `InputError` unless each seed has a figure for each query."
+    try:
+        figures = np.atleast_2d(np.asarray(figures, dtype=np.float64))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"runs have one number for each of the same queries: {error}") from None
+    if figures.ndim != 2:
+        raise InputError(f"runs are (seeds, queries) figures, not of the shape {figures.shape}")
+    return figures
+
+
 def compare_runs(
     a,  # (seeds, queries) a figure for every query, higher is better; or (queries,)
     # the same for the reference, one row per seed in the same order; or (queries,) if it has no
@@ -477,14 +488,8 @@ def compare_runs(
     `InputError` unless the runs are pairs.
     """
     check_alternative(alternative)
-    a = np.atleast_2d(np.asarray(a, dtype=np.float64))
-    b = np.atleast_2d(np.asarray(b, dtype=np.float64))
-    if (
-        a.ndim != 2
-        or b.ndim != 2
-        or a.shape[1] != b.shape[1]
-        or (len(a) != len(b) and min(len(a), len(b)) != 1)
-    ):
+    a, b = _run_figures(a), _run_figures(b)
+    if a.shape[1] != b.shape[1] or (len(a) != len(b) and min(len(a), len(b)) != 1):
         raise InputError(
             "runs are compared by pairs, with one figure for each of the same queries; "
             f"got {a.shape} and {b.shape}"

@@ -75,10 +75,19 @@ def pair_tokens(
     # replaces those of `MEAN_LENGTHS`; "negatives": see `measured_lengths`
     mean_lengths: Mapping[str, float | Sequence[float]] | None = None,
 ) -> PairTokens:
-    "Mean tokens of one pair. Raises `InputError` for an unknown name or a negative length."
+    """Mean tokens of one pair. Raises `InputError` for an unknown name, a negative length, and
+    shares of pairs that are none.
+    """
     given = dict(mean_lengths or {})
     taken = recipe.objective.hard_negatives
     shares = given.pop("negatives", None)
+    if shares is not None and not (
+        isinstance(shares, Sequence) and all(0 <= share <= 1 for share in shares)
+    ):
+        raise InputError(
+            f"mean lengths: negatives = {shares!r}: give the share of pairs with a first hard "
+            "negative, with a second one, and so on"
+        )
     for key, value in given.items():
         if key not in MEAN_LENGTHS or not 0 <= value < math.inf:
             raise InputError(
