@@ -159,6 +159,12 @@ def _document(
     "The document in a row; `named` is whether the earlier ones have ids."
     if isinstance(row, BadRow):
         raise InputError(f"{where}: {row}")
+    if row and isinstance(row, dict) and "text" not in row:
+        names = ", ".join(repr(str(name)[:30]) for name in [*row][:6])
+        raise InputError(
+            f"{where}: the row has the columns {names}; give the one that holds the texts the name "
+            "`text`"
+        )
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise InputError(
             f'{where}: a row must be an object with a text, like {{"id": "7", "text": "…"}}'
