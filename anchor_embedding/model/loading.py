@@ -297,6 +297,10 @@ def check_vocabulary(decoder: CausalDecoder, tokenizer, what: str) -> None:
         )
 
 
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in tensors.items()}
+
+
 def load_adapter(
     model,  # with a new adapter of the same configuration
     weights: dict[str, torch.Tensor],  # of the saved adapter
@@ -305,8 +309,15 @@ def load_adapter(
     """The model with the saved weights in its adapter. Raises `InputError` unless they are exactly
     the adapter's weights.
     """
-    from peft import set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if _shapes(own) == _shapes(weights):
+        # PEFT would rename the modules of some types a second time, and then miss them
+        with torch.no_grad():
+            for key, weight in weights.items():
+                own[key].copy_(weight)
+        return model
     remedy = "save the adapter again, or take another checkpoint"
     try:
         report = set_peft_model_state_dict(model, weights)

@@ -10,17 +10,20 @@ __all__ = ['VOCABULARY', 'LARGEST', 'TINY', 'SMALLER', 'TYPES_OWN', 'OPENING', '
 
 # %% ../../nbs/study/80_architectures.ipynb #b88362f7
 import argparse
+import math
 import platform
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import product
+from pathlib import Path
 
 import peft
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -37,7 +40,7 @@ from anchor_embedding.model.agreement import (
     random_model,
 )
 from ..model.decoder import CausalDecoder
-from ..model.loading import add_lora, load_decoder
+from ..model.loading import add_lora, load_adapter, load_decoder
 from ..model.packing import pack
 from ..model.text import TokenizedText
 from ..objectives.reconstruction import Reconstruction
@@ -243,8 +246,21 @@ def loss_errors(decoder, trained, reference, backbone, batch) -> dict[str, float
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def _read_back(decoder: CausalDecoder) -> None:
+    "Save the adapters, forget them, and read them back. Raises `InputError` if that fails."
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        decoder.model.save_pretrained(folder)
+        for name, parameter in decoder.model.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+        weights = load_file(Path(folder) / "adapter_model.safetensors")
+        load_adapter(decoder.model, weights, folder)
+
+
 def lora_errors(decoder: CausalDecoder, reference, batch: TokenBatch) -> dict:
-    "Errors with LoRA, and the names of the linear maps that have adapters."
+    """Errors with LoRA whose adapters were saved and read back, and the names of the linear maps
+    that have adapters.
+    """
     present = {name.rpartition(".")[2] for name, _ in reference.named_modules()}
     targets = tuple(name for name in LORA_TARGETS if name in present) or ("all-linear",)
     try:
@@ -263,6 +279,10 @@ def lora_errors(decoder: CausalDecoder, reference, batch: TokenBatch) -> dict:
         for name, parameter in reference.named_parameters():
             if "lora_" in name:
                 ours[name].copy_(parameter.normal_(std=0.1, generator=generator))
+    try:
+        _read_back(decoder)
+    except InputError as error:
+        return {"lora": f"not read back: {error}", "lora_loss": math.inf}
     reference.eval()
     decoder.eval()
     errors = loss_errors(decoder, decoder.model, reference, backbone, batch)
