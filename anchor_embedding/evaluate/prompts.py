@@ -164,6 +164,8 @@ class PromptStyle:
         trained = (
             ", as it was trained" if self.as_trained else "; nothing tells what it was trained with"
         )
+        if self.as_trained and self.name == "as_released":
+            trained += ", but with the colon of the released evaluation"
         if self.fallback:
             trained += f", and with {self.fallback[0]!r} where neither they nor mteb have one"
         return f"asked {_DESCRIPTIONS[self.name]}{trained}"
