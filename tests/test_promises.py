@@ -17,18 +17,21 @@ from anchor_embedding.embed.batch_encoder import BatchEncoder
 from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import default_instructions
+from anchor_embedding.embed.index import Index, build_index
 from anchor_embedding.embed.reading import generate, reading_report, reconstruction_losses
 from anchor_embedding.evaluate.anchors import effective_rank
 from anchor_embedding.evaluate.retrieval import (
     HeldoutRetrieval,
     pessimistic_ranks,
     query_ndcg,
+    top_hits,
 )
 from anchor_embedding.evaluate.scores import scores_table, table_markdown
 from anchor_embedding.evaluate.significance import compare_runs
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.objectives.objective import TextLengths, find_objective, objective_names
 from anchor_embedding.train.plan import plan
 
 
@@ -169,3 +172,32 @@ def test_wrong_numbers_are_named(saved):
         generate(decoder, decoder.causal_lm.get_input_embeddings().weight[:2], 1, batch_size=0)
     with pytest.raises(InputError, match="have a `table` and `symmetric`"):
         Instructions.from_record({})
+
+
+def test_an_index_of_vectors_without_direction(saved, tmp_path):
+    pytest.importorskip("lancedb")
+    (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(30)))
+    embedder = Embedder.from_pretrained(saved, dtype="float32")
+    encode_corpus(embedder, tmp_path / "texts.txt", tmp_path / "out", CorpusSettings())
+    corpus = Corpus(tmp_path / "out")
+    build_index(corpus, progress=False)
+    questions = np.stack([np.zeros(corpus.dimension), np.ones(corpus.dimension)])
+    none, some = Index(corpus).nearest(questions, 3)
+    assert none == [] and len(some) == 3
+
+
+def test_scores_of_any_type_have_the_same_order():
+    scores = [0, 5, 3]
+    for dtype in ("uint8", "int64", "float32"):
+        assert top_hits(np.array(scores, dtype=dtype)).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("name", objective_names())
+def test_the_plan_counts_for_the_budget_what_a_run_counts(name):
+    objective = find_objective(name)()
+    for negatives in (0, 1):
+        taken = min(negatives, getattr(objective, "hard_negatives", 0))
+        bodies = {"query_body": 10, "document_body": 30, "opening": 2}
+        lengths = TextLengths(query=16, document=40, negatives=taken, **bodies)
+        documents = [40] * (1 + taken)
+        assert objective.pair_tokens(lengths).budgeted == objective.row_tokens(16, *documents)

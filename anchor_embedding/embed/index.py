@@ -134,7 +134,13 @@ def _fill(folder: Path, corpus: Corpus, partitions: int, progress: bool | None) 
     config = _lancedb().index.IvfSq(
         distance_type="cosine", num_partitions=partitions, sample_rate=SAMPLE
     )
-    table.create_index("vector", config=config)
+    try:
+        table.create_index("vector", config=config)
+    except RuntimeError as error:
+        raise InputError(
+            f"no index of {corpus.folder} can be built ({first_line(error)}); build it with fewer "
+            "partitions, or search without one"
+        ) from error
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -209,7 +215,9 @@ class Index:
         top: int = 10,
         probes: int = PROBES,  # partitions to search; more if they hold fewer than `top` documents
     ) -> list[list[Hit]]:  # min(top, n) for each question, the nearest first
-        "The documents nearest to every question, with some misses. Raises `InputError`."
+        """The documents nearest to every question, with some misses; none for a question of zeros,
+        which has no direction. Raises `InputError`.
+        """
         questions = check_questions(self.corpus, questions, top)
         top = min(top, len(self.corpus))  # LanceDB reserves memory for `top` documents
         if probes < 1:
@@ -224,6 +232,8 @@ class Index:
         return hits.drop_columns("_distance")
 
     def _hits(self, question: np.ndarray, top: int, probes: int) -> list[Hit]:
+        if not question.any():
+            return []
         table = self._rows(question, top, probes)
         while len(table) < top and probes < self.partitions:
             probes = min(2 * probes, self.partitions)

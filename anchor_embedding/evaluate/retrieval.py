@@ -224,7 +224,7 @@ def top_hits(
     k: int = 3,  # hits per query; all if there are fewer documents
 ) -> np.ndarray:  # (k,) or (n, k) indices of documents, best first
     "The indices of the k highest scores; equal scores keep the order of the documents."
-    return np.argsort(-np.asarray(scores), axis=-1, kind="stable")[..., :k]
+    return np.argsort(-np.asarray(scores, dtype=float), axis=-1, kind="stable")[..., :k]
 
 # %% ../../nbs/evaluate/10_retrieval.ipynb #0ae6e2ef
 def connected(

@@ -167,11 +167,16 @@ def stretched_interval(
     centre: float,  # the measured difference
     freedom: float,  # degrees of freedom
 ) -> tuple[float, float]:
-    "The 95 % percentile interval, widened by the ratio of Student's t to the normal distribution."
+    """The 95 % percentile interval, widened by the ratio of Student's t to the normal distribution;
+    with fewer than 4 degrees of freedom at least as wide as t times the spread.
+    """
     low, high = np.quantile(means, [0.025, 0.975])
-    wider = stdtrit(freedom, 0.975) / 1.959964
-    low = centre - wider * max(0.0, centre - low)
-    high = centre + wider * max(0.0, high - centre)
+    of_student = stdtrit(freedom, 0.975)
+    # so few draws differ that their percentiles are not those of a spread
+    least = of_student * means.std() if freedom < 4 else 0.0
+    wider = of_student / 1.959964
+    low = centre - max(wider * (centre - low), least)
+    high = centre + max(wider * (high - centre), least)
     return float(low), float(high)
 
 # %% ../../nbs/evaluate/20_significance.ipynb #0df1918a
@@ -209,10 +214,6 @@ def paired_bootstrap(
     low, high = stretched_interval(means, differences.mean(), freedom)
     centre = float(differences.mean())
     error = float(means.std())
-    if freedom < 4:  # so few draws differ that their percentiles are not those of a spread
-        half = float(stdtrit(freedom, 0.975)) * error
-        low = min(low, centre - half)
-        high = max(high, centre + half)
     if error > 1e-12 * abs(centre):
         p = 2 * float(stdtr(freedom, -abs(centre / error)))
     else:  # all the same: that of a sign test

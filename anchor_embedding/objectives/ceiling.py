@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 
 from ..common.errors import InputError
 from ..common.show import rows_html, rows_text
@@ -91,15 +92,20 @@ def context_losses(
 def ratio_interval(
     sums: np.ndarray,  # (n,) of each pair
     counts: np.ndarray,  # (n,) of each pair
-    samples: int = 2000,  # how often n pairs are drawn
+    samples: int = 2000,  # how often n - 1 pairs are drawn
     seed: int = 0,  # of the draws
 ) -> tuple[float, float]:  # lower and upper end
-    "95 % percentile interval of sum / count over the pairs, by a bootstrap over pairs."
+    """95 % percentile interval of sum / count over the pairs, by a bootstrap over pairs, widened by
+    the ratio of Student's t to the normal distribution.
+    """
     n = len(sums)
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples)
+    freedom = max(1, n - 1)
+    drawn = np.random.default_rng(seed).multinomial(freedom, np.full(n, 1 / n), size=samples)
     ratios = (drawn @ sums) / np.maximum(drawn @ counts, 1)
     low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
+    centre = sums.sum() / max(1, counts.sum())
+    wider = stdtrit(freedom, 0.975) / 1.959964
+    return float(centre - wider * (centre - low)), float(centre + wider * (high - centre))
 
 # %% ../../nbs/objectives/15_ceiling.ipynb #b410fd92
 @dataclass(frozen=True)

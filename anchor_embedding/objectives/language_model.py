@@ -84,7 +84,12 @@ class LanguageModel(TokenMeans):
         sequence = lengths.opening + sum(bodies.values())
         used = self._trained()
         scored = sum(bodies[name] for name in used)
-        return PairTokens(**both, encoded=(sequence,) * len(used), scored=scored)
+        return PairTokens(
+            **both,
+            encoded=(sequence,) * len(used),
+            scored=scored,
+            counted=self.row_tokens(lengths.query, lengths.document),
+        )
 
     def row_tokens(self, query: float, *documents: float) -> float:
         "See `Objective.row_tokens`: every sequence holds both texts."

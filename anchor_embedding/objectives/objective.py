@@ -189,10 +189,11 @@ class Objective(Checked):
         return {}
 
     def row_tokens(self, query: float, *documents: float) -> float:
-        """Encode tokens of a pair with texts of these lengths: what `token_budget` counts when
-        micro-batches are made.
+        """Encode tokens of a pair with texts of these lengths, soft tokens included: what
+        `token_budget` counts when micro-batches are made.
         """
-        return sum(self.read(query, *documents))
+        soft = self.soft_tokens.steps if self.soft_tokens else 0
+        return sum(length + soft for length in self.read(query, *documents))
 
     def read(self, *lengths: float) -> tuple[float, ...]:
         """Lengths of the sequences that `decoder.encode` makes of texts: echo poolings read each

@@ -138,7 +138,7 @@ def step_flops(
     adapters = adapted * tokens.kept
     forward = maps + attention + adapters
     twice = recipe.objective.read_twice(tokens)
-    at_once = max(1, recipe.token_budget // max(1, sum(twice)))  # pairs
+    at_once = max(1, recipe.token_budget // max(1, tokens.budgeted))  # pairs
     # all but the first micro-batch
     again = max(0.0, 1 - at_once * processes / pairs) if twice else 0.0
     first_pass = pairs * sum(forward_flops(shape, twice)) + adapted * sum(twice)
