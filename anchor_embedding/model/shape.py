@@ -37,6 +37,10 @@ class ModelShape:
     maps: Mapping[str, tuple[int, int]]  # linear map of a layer → (inputs, outputs)
     norms: int  # number of norms of width d in a layer
     layer_parameters: int  # of one layer
+    head_norms: int = 0  # numbers of a token that the norms of queries and keys read
+    # whether these parts of a layer are computed by transformers, which keeps more than `fused`
+    plain_norms: bool = False
+    plain_gate: bool = False
 
     @cached_property
     def matrices(self) -> int:
@@ -77,6 +81,26 @@ def _norms(layer: nn.Module, width: int) -> int:
     return of_width
 
 
+_HEAD_NORMS = {"q_proj": ("q_norm", "q_layernorm"), "k_proj": ("k_norm", "k_layernorm")}
+
+
+def _head_norms(layer: nn.Module, maps: Mapping[str, tuple[int, int]]) -> int:
+    "See `ModelShape.head_norms`."
+    names = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
+    return sum(maps[of][1] for of, norms in _HEAD_NORMS.items() if of in maps and names & {*norms})
+
+
+def _plain_parts(layer: nn.Module) -> tuple[bool, bool]:
+    "See `ModelShape.plain_norms` and `ModelShape.plain_gate`."
+    from anchor_embedding.model.fused import GatedMLP, RMSNorm, is_gated_mlp, is_rms_norm
+
+    norm = getattr(layer, "input_layernorm", None)
+    mlp = getattr(layer, "mlp", None)
+    known_norm = norm is None or isinstance(norm, (RMSNorm, nn.LayerNorm)) or is_rms_norm(norm)
+    known_gate = isinstance(mlp, GatedMLP) or is_gated_mlp(mlp)
+    return not known_norm, hasattr(mlp, "gate_proj") and not known_gate
+
+
 def shape_of_model(model: nn.Module) -> ModelShape:
     """The shape of a causal LM of transformers on any device, the meta device included. Raises
     `InputError` for a model that is not a stack of equal layers of linear maps.
@@ -88,6 +112,8 @@ def shape_of_model(model: nn.Module) -> ModelShape:
     sizes = {sum(weight.numel() for weight in layer.parameters()) for layer in layers}
     if len(sizes) > 1:
         raise InputError(f"the layers of {type(model).__name__} are of {len(sizes)} sizes")
+    maps = _linear_maps(layers[0])
+    plain_norms, plain_gate = _plain_parts(layers[0])
     shape = ModelShape(
         layers=len(layers),
         hidden_size=config.hidden_size,
@@ -98,9 +124,12 @@ def shape_of_model(model: nn.Module) -> ModelShape:
         or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        maps=_linear_maps(layers[0]),
+        maps=maps,
         norms=_norms(layers[0], config.hidden_size),
         layer_parameters=sizes.pop(),
+        head_norms=_head_norms(layers[0], maps),
+        plain_norms=plain_norms,
+        plain_gate=plain_gate,
     )
     if shape.parameters != model.num_parameters():
         raise InputError(

@@ -171,8 +171,15 @@ def layer_bytes(
     f = shape.intermediate_size
     q = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
+    full = recipe.tuning == "full"
     always = 4 * shape.norms * d + wide * (2 * q + 2 * kv + 2 * f)
-    if recipe.tuning == "full":
+    always += (4 + full * (4 if shape.plain_norms else wide)) * shape.head_norms
+    always += wide * f * shape.plain_gate
+    if shape.plain_norms:
+        readers = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & shape.maps.keys()
+        copies = max(0, len(readers) - 2) if wide == 2 and not recipe.lora_dropout else 0
+        always += (4 * full * shape.norms + wide * copies) * d
+    if full:
         return always + wide * (2 * d + f)
     maps = lora_maps(recipe, shape)
     if recipe.lora_dropout:
