@@ -177,7 +177,8 @@ def layer_bytes(
     always += wide * f * shape.plain_gate
     if shape.plain_norms:
         readers = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & shape.maps.keys()
-        copies = max(0, len(readers) - 2) if wide == 2 and not recipe.lora_dropout else 0
+        cast = wide == 2 and (full or not recipe.lora_dropout)
+        copies = cast * max(0, len(readers) - 2)
         always += (4 * full * shape.norms + wide * copies) * d
     if full:
         return always + wide * (2 * d + f)
