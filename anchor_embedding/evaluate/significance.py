@@ -489,7 +489,8 @@ def compare_runs(
     `InputError` unless the runs are pairs.
     """
     check_alternative(alternative)
-    a, b = _run_figures(a), _run_figures(b)
+    a = _run_figures(a)
+    b = _run_figures(b)
     if a.shape[1] != b.shape[1] or (len(a) != len(b) and min(len(a), len(b)) != 1):
         raise InputError(
             "runs are compared by pairs, with one figure for each of the same queries; "
