@@ -1048,6 +1048,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._remedy': ( 'embed/index.html#_remedy',
                                                                                         'anchor_embedding/embed/index.py'),
+                                              'anchor_embedding.embed.index._rescaled': ( 'embed/index.html#_rescaled',
+                                                                                          'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._sizes': ( 'embed/index.html#_sizes',
                                                                                        'anchor_embedding/embed/index.py'),
                                               'anchor_embedding.embed.index._write_description': ( 'embed/index.html#_write_description',

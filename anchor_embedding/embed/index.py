@@ -50,6 +50,18 @@ def _connect(folder: Path):
     return lancedb.connect(folder, session=lancedb.Session(index_cache_size_bytes=CACHE))
 
 # %% ../../nbs/embed/67_index.ipynb #e8408ab0
+def _rescaled(
+    vectors: pa.ChunkedArray,  # (n, d)
+) -> pa.FixedSizeListArray:  # (n, d), the largest number of each vector in [0.5, 1)
+    """The vectors times powers of two, which is exact. LanceDB squares the numbers in their own type
+    and does not find a vector whose squares are too large or too small for it.
+    """
+    listed = vectors.combine_chunks()
+    matrix = listed.flatten().to_numpy(zero_copy_only=False).reshape(len(listed), -1)
+    _, exponents = np.frexp(np.abs(matrix).max(axis=1, keepdims=True))
+    return pa.FixedSizeListArray.from_arrays(np.ldexp(matrix, -exponents).ravel(), matrix.shape[1])
+
+
 class _Documents:
     "The rows of the table, a shard at a time; stores the error of a shard that cannot be read."
 
@@ -79,6 +91,9 @@ class _Documents:
                 places = pa.array(np.arange(start, start + len(table)))
                 start += len(table)
                 numbered = table.append_column("place", places)
+                where = numbered.column_names.index("vector")
+                scaled = _rescaled(numbered["vector"])
+                numbered = numbered.set_column(where, "vector", scaled)
                 yield from numbered.rename_columns(schema.names).cast(schema).to_batches()
                 self.bar.update(len(table))
         except InputError as error:
@@ -92,7 +107,7 @@ def build_index(
     progress: bool | None = None,  # see `progress_bar`
 ) -> Path:  # its folder
     """Build the index of a corpus, or build it again. The shards are read one after the other. A
-    vector of zeros has no direction and will not be found. Raises `InputError` for a damaged shard,
+    vector of zeros has no direction and will not be found; other vectors may have any length. Raises `InputError` for a damaged shard,
     a corpus that changes during the build, or a full disk; an older index then stays.
     """
     if partitions is None:
@@ -137,9 +152,10 @@ def _fill(folder: Path, corpus: Corpus, partitions: int, progress: bool | None) 
     try:
         table.create_index("vector", config=config)
     except RuntimeError as error:
+        reason = first_line(error).split(", /")[0]  # the rest is a line of LanceDB's source
         raise InputError(
-            f"no index of {corpus.folder} can be built ({first_line(error)}); build it with fewer "
-            "partitions, or search without one"
+            f"no index of {corpus.folder} can be built ({reason}); build it with fewer partitions, or "
+            "search without one"
         ) from error
 
 
