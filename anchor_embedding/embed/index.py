@@ -107,8 +107,9 @@ def build_index(
     progress: bool | None = None,  # see `progress_bar`
 ) -> Path:  # its folder
     """Build the index of a corpus, or build it again. The shards are read one after the other. A
-    vector of zeros has no direction and will not be found; other vectors may have any length. Raises `InputError` for a damaged shard,
-    a corpus that changes during the build, or a full disk; an older index then stays.
+    vector of zeros has no direction and will not be found; other vectors may have any length.
+    Raises `InputError` for a damaged shard, a corpus that changes during the build, or a full disk;
+    an older index then stays.
     """
     if partitions is None:
         partitions = round(len(corpus) ** 0.5)
