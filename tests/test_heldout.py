@@ -231,6 +231,39 @@ def test_a_search_among_one_document_is_refused(tmp_path):
         heldout.split_pairs(path, 10, 42)
 
 
+def write_documents(path, sizes):
+    """Pairs with as many questions about each document."""
+    rows = [
+        {"query": f"question {i} about {document}", "positive": f"the text of {document}"}
+        for document, size in enumerate(sizes)
+        for i in range(size)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_documents_that_do_not_fit_into_the_held_out_number_are_named(tmp_path):
+    file = tmp_path / "handbook.jsonl"
+    write_documents(file, [100] * 10)
+    with pytest.raises(InputError, match="the two smallest have 200; hold") as told:
+        heldout.split_pairs(str(file), 160, seed=0)
+    assert "at least 4" not in str(told.value)
+    split = heldout.split_pairs(str(file), 200, seed=0)  # the remedy
+    assert {pair.positive for pair in split.train}.isdisjoint(p.positive for p in split.heldout)
+    assert len(split.heldout) == 200
+
+
+def test_pairs_that_are_never_held_out_are_named(tmp_path):
+    said = []
+    write_documents(tmp_path / "pairs.jsonl", [90] + [1] * 110)
+    split = heldout.split_pairs(str(tmp_path / "pairs.jsonl"), 20, seed=0, say=said.append)
+    assert len(split.heldout) == 20
+    assert any("90 pairs of documents with more than 20 pairs each" in line for line in said)
+    said.clear()
+    write_documents(tmp_path / "few.jsonl", [2] * 50)
+    heldout.split_pairs(str(tmp_path / "few.jsonl"), 20, seed=0, say=said.append)
+    assert not said
+
+
 def test_a_tournament_is_judged_by_the_part_that_is_named(seen, base, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     split = heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 42)

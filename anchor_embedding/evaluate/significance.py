@@ -346,7 +346,10 @@ def sign_flip(
 def holm(
     values: Sequence[float],  # p of every comparison
 ) -> list[float]:  # in the same order
-    "The p-values after Holm's correction."
+    "The p-values after Holm's correction. Raises `InputError` for what is no p-value."
+    for value in values:
+        if not 0 <= value <= 1:
+            raise InputError(f"p = {value}: must be between 0 and 1")
     adjusted = [0.0] * len(values)
     largest = 0.0
     for place, i in enumerate(np.argsort(values, kind="stable")):
