@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['READING', 'shared_runs', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of',
            'trained_instructions', 'HeldoutEvaluation', 'one_row', 'evaluations', 'arm_evaluations', 'measured_work',
-           'run_arms', 'first_stage', 'base_embedder', 'untouched', 'part_read', 'bm25_figures', 'figures_of',
-           'comparison', 'report_card']
+           'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'part_read', 'bm25_figures',
+           'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
 import json
@@ -322,7 +322,7 @@ def measured_work(
     heldout: HeldoutRetrieval,
 ) -> tuple[Work, float]:  # and the operations a second of this machine
     "The work of the arms, and the speed of this machine from encoding 48 texts."
-    embedder = base_embedder(first_stage(arms), base)
+    embedder = base_embedder(last_stage(arms), base)
     shape = read_shape(base)
     texts = [*heldout.queries, *heldout.documents]
     work = work_of_arms(arms, embedder, shape, train, texts)
@@ -386,6 +386,11 @@ def first_stage(arms: Mapping[str, Pipeline]) -> Recipe:
     return next(iter(next(iter(arms.values())).stages.values()))
 
 
+def last_stage(arms: Mapping[str, Pipeline]) -> Recipe:
+    "The last stage of the first arm, which reads the held-out texts."
+    return [*next(iter(arms.values())).stages.values()][-1]
+
+
 # what decides the vectors of a base model
 READING = (
     "template",
@@ -420,14 +425,14 @@ def untouched(
     evaluate: Callable[[Embedder], list[dict]],
     datasets: Iterable[str] | None = None,  # of the training pairs
 ) -> dict:
-    "The evaluation of the base model, as the first stage of the first arm uses it."
-    first = first_stage(arms)
+    "The evaluation of the base model, which reads texts as the last stage of the first arm does."
+    last = last_stage(arms)
     for name, arm in arms.items():
         (recipe, *more) = arm.stages.values()
-        same = all(getattr(recipe, key) == getattr(first, key) for key in READING)
+        same = all(getattr(recipe, key) == getattr(last, key) for key in READING)
         if rows[name] and not more and same and recipe.objective.name == "contrastive":
             return {key: value for key, value in rows[name][0].items() if key != "step"}
-    return one_row(evaluate(base_embedder(first, base, datasets)))
+    return one_row(evaluate(base_embedder(last, base, datasets)))
 
 
 def part_read(tokenizer: TextTokenizer, text: str) -> str:
@@ -471,8 +476,7 @@ def comparison(
     Where texts are cut before they are read, `bm25_cut` is BM25 on the same parts of them.
     """
     heldout = evaluate.heldout
-    last = [*next(iter(arms.values())).stages.values()][-1]
-    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last, base))
+    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last_stage(arms), base))
     curves = {
         str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in same_seed.items()}
         for seed, same_seed in rows.items()
