@@ -727,9 +727,12 @@ def test_tasks_are_scored_during_training_the_same_on_any_number_of_processes(
     ]
     one = tmp_path / "one"
     two = tmp_path / "two"
+    capsys.readouterr()
     assert main([*words, "--out", str(one)]) == 0
     done = command(*words, "--out", two, "--nproc", "2")
     assert done.returncode == 0, done.stderr[-4000:]
+    for said in (capsys.readouterr().err, done.stderr):
+        assert said.count("note: tasks are scored with texts of up to 512 tokens") == 1
 
     def read(run):
         return [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]

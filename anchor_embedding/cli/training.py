@@ -8,6 +8,7 @@ __all__ = ['quickstart_command', 'train_command', 'add_commands']
 # %% ../../nbs/cli/20_training.ipynb #b20003
 import argparse
 import json
+import os
 from pathlib import Path
 
 from .arguments import command, named_settings, note_if_busy, say, user_path
@@ -144,11 +145,23 @@ def _evaluator(args, recipe):
     return TaskEvaluator(args.eval_tasks, args.tasks_dir)
 
 
+def _note_length(recipe, scored: int) -> None:
+    "Say if tasks are scored with texts of another length than the run reads."
+    if recipe.max_length != scored:
+        say(
+            f"note: tasks are scored with texts of up to {scored} tokens, as in the paper, and this run "
+            f"reads up to {recipe.max_length}; `anchor eval --max-length 0` scores a model as it is used"
+        )
+
+
 def _train_here(args, recipe, out: Path) -> Path:
     "Train in this process, which may be one of several that a launcher has started."
     from anchor_embedding.train.stage import train
 
-    return train(recipe, out, resume=args.resume, evaluate=_evaluator(args, recipe), say=say)
+    evaluate = _evaluator(args, recipe)
+    if evaluate and os.environ.get("RANK", "0") == "0":
+        _note_length(recipe, evaluate.max_length)
+    return train(recipe, out, resume=args.resume, evaluate=evaluate, say=say)
 
 
 def _train_on_many(args, recipe, out: Path) -> Path:

@@ -158,8 +158,9 @@ class PromptStyle:
                 f"{self.trained_with}: it never saw texts like these; --prompts auto asks as in "
                 "training"
             )
+        sides = "" if self.fallback and self.fallback[1] else " for queries"
         if self.name == "file":
-            last = f"with {self.fallback[0]!r}" if self.fallback else "without one"
+            last = f"with {self.fallback[0]!r}{sides}" if self.fallback else "without one"
             return f"asked {_DESCRIPTIONS['file']}, and {last} where mteb has none"
         trained = (
             ", as it was trained" if self.as_trained else "; nothing tells what it was trained with"
@@ -167,7 +168,9 @@ class PromptStyle:
         if self.as_trained and self.name == "as_released":
             trained += ", but with the colon of the released evaluation"
         if self.fallback:
-            trained += f", and with {self.fallback[0]!r} where neither they nor mteb have one"
+            trained += (
+                f", and with {self.fallback[0]!r}{sides} where neither they nor mteb have one"
+            )
         return f"asked {_DESCRIPTIONS[self.name]}{trained}"
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #0cc9c941

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BLOCK_ROWS', 'BLOCK_SCORES', 'ATTENTION', 'WITHOUT_EFFECT', 'PackedBatch', 'pack', 'token_budget_batches',
            'hidden_keys', 'plain_attention', 'attention_per_text', 'length_groups', 'GroupedAttention',
-           'grouped_attention', 'attention_kernel', 'masked_attention', 'packed_attention', 'packed_forward',
-           'masked_forward']
+           'grouped_attention', 'attention_kernel', 'masked_attention', 'TextLengths', 'packed_attention',
+           'packed_forward', 'masked_forward']
 
 # %% ../../nbs/model/20_packing.ipynb #2e746d63
 import inspect
@@ -460,6 +460,15 @@ def _check_keywords(attention_mask, unknown: dict) -> None:
         )
 
 # %% ../../nbs/model/20_packing.ipynb #fd9b79a7
+@dataclass(frozen=True, eq=False)
+class TextLengths:
+    """The lengths of the texts of a row, on their way through a model. torch.compile does not look
+    inside; a bare tuple makes it compile a layer anew for every number of texts.
+    """
+
+    values: tuple[int, ...]
+
+
 # its kernels are fused already, and its loops would be compiled anew for other lengths
 @torch.compiler.disable
 def packed_attention(
@@ -482,6 +491,7 @@ def packed_attention(
         return _masked_rows(
             query, key, value, sees, scaling, dropout, sliding_window, softcap, s_aux
         ), None
+    lengths = lengths.values if lengths else ()
     if cu_seqlens is None or not query.shape[2] == key.shape[2] == sum(lengths):
         raise InputError(
             "the batch's boundaries did not reach its attention: the model does not "
@@ -535,7 +545,7 @@ def packed_forward(
         **inputs,
         position_ids=batch.positions[None],
         cu_seqlens=batch.cu_seqlens,
-        lengths=batch.lengths,
+        lengths=TextLengths(batch.lengths),
         # transformers' own keyword, is_causal, would change the model's configuration during the
         # call
         causal=causal,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
 from .decoder import CausalDecoder, context_of
-from .packing import PackedBatch, packed_attention
+from .packing import PackedBatch, TextLengths, packed_attention
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #ec4c7210
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class PrefixCache:
         # under activation checkpointing every layer calls this again in the backward pass
         self.prefix.setdefault(module.layer_idx, (self._rows(key), self._rows(value)))
         self.soft.setdefault(module.layer_idx, {})
-        bounds = {"cu_seqlens": self.batch.cu_seqlens, "lengths": self.batch.lengths}
+        bounds = {"cu_seqlens": self.batch.cu_seqlens, "lengths": TextLengths(self.batch.lengths)}
         return packed_attention(
             module, query, key, value, None, scaling, dropout, window, softcap, **bounds
         )[0]

@@ -80,8 +80,8 @@ def softmax_loss(
     # scalar in nats; (B,) number of scores in each softmax, the positive's included
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "Mean of -log softmax(cosine / temperature) of the positive among its negatives."
-    if margin is not None:
-        negatives = negatives & (scores <= positive[:, None] + margin)
+    if margin is not None:  # the cosine of an equal text differs by rounding, and is no higher
+        negatives = negatives & (scores <= positive[:, None] + margin + 1e-5)
     # of differences: beside scores of 1 / temperature a loss far below 1 would be lost in rounding
     gaps = (scores - positive[:, None]) / temperature
     # not -inf, of which a row without negatives has no gradient

@@ -258,8 +258,8 @@ class Anchored(Objective):
         yield from super().conflicts(recipe)
         if self.anchor_gain_every and recipe.batch_size < 2:
             yield (
-                f"`batch_size` = {recipe.batch_size}: the anchor gain compares pairs; leave "
-                "`anchor_gain_every` out"
+                f"`batch_size` = {recipe.batch_size}: the anchor gain compares pairs; choose "
+                "`anchor_gain_every` = 0"
             )
 
     def measured(self) -> "Anchored":

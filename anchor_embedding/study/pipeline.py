@@ -23,6 +23,7 @@ from ..data.batches import Instructions
 from ..data.examples import fingerprint
 from ..embed.corpus import CorpusSettings, encode_corpus
 from ..embed.embedder import Embedder
+from ..embed.export import default_instructions
 from ..evaluate.heldout import SplitPairs, split_pairs
 from ..evaluate.retrieval import HeldoutRetrieval
 from ..model.base import resolve_base
@@ -234,24 +235,38 @@ def best_arm(report: dict) -> str:
     return max(scores, key=scores.get) if scores else [*report["arms"]][-1]
 
 
+def _asked(embedder: Embedder) -> dict[str, str]:
+    "The instructions of training by prompt name; empty if there were several."
+    try:
+        return default_instructions(embedder.instructions, embedder.datasets)
+    except InputError:
+        return {}
+
+
 def searchable(
     heldout: HeldoutRetrieval,
     out: Path,  # that holds the model of the arm
     arm: str,
 ) -> str:  # the command that searches
-    "Encode the held-out documents with the model of an arm, into the folder `vectors`."
+    """Encode the held-out documents with the model of an arm, into the folder `vectors`, with the
+    instruction that documents had in training, if they had one.
+    """
     documents = out / "documents.jsonl"
     rows = [
         json.dumps({"id": number, "text": text}, ensure_ascii=False)
         for number, text in enumerate(heldout.documents)
     ]
     write_text(documents, "\n".join(rows) + "\n")
-    settings = CorpusSettings(columns=("text",))
     vectors = out / "vectors"
     shutil.rmtree(vectors, ignore_errors=True)  # of a start that was interrupted here
     embedder = Embedder.from_pretrained(out / arm)
+    asked = _asked(embedder)
+    settings = CorpusSettings(columns=("text",), instruction=asked.get("document"))
     encode_corpus(embedder, documents, vectors, settings, progress=False)
-    return f'{shlex.join(["anchor", "search", str(out / arm), str(vectors)])} "{SEARCH}"'
+    words = ["anchor", "search", str(out / arm), str(vectors)]
+    if asked.get("query"):
+        words.append(f"--instruction={asked['query']}")
+    return f'{shlex.join(words)} "{SEARCH}"'
 
 
 SEARCH = "open a file and read it"

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['GRACE', 'LIFELINE', 'accelerators', 'check_processes', 'worker_environment', 'run_worker', 'Worker', 'start_worker',
            'stop_workers', 'started_workers', 'run_copies', 'WorkerError', 'last_words', 'worker_error',
-           'raise_failure', 'NewRows', 'watch', 'launch']
+           'raise_failure', 'NewRows', 'opening', 'watch', 'launch']
 
 # %% ../../nbs/train/50_launch.ipynb #2b6fc8cd
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
+from tqdm.auto import tqdm
 
 from ..common.errors import InputError
 from ..common.progress import in_notebook, progress_bar
@@ -34,7 +36,7 @@ from ..model.ranks import STOP_SIGNALS
 from .overrides import override
 from .recipe import Recipe
 from .recipe_files import load_recipe
-from .runs import RunFolder, resume_line
+from .runs import RunFolder
 
 # %% ../../nbs/train/50_launch.ipynb #85dabee1
 def accelerators() -> int:
@@ -340,6 +342,13 @@ class NewRows:
         return self.rows
 
 # %% ../../nbs/train/50_launch.ipynb #e1b10930
+def opening(worker: Worker) -> list[str]:
+    "What a process says before its first step: no progress bar, and nothing from an error on."
+    ends = (_TRACEBACK, "anchor: ", "done: ")
+    lines = itertools.takewhile(lambda line: not line.startswith(ends), worker.lines())
+    return [line for line in lines if not re.search(r"\d%\|", line)]
+
+
 def watch(
     workers: Sequence[Worker],
     folder: Path,
@@ -347,6 +356,7 @@ def watch(
     initial: int,
     progress: bool | None,
     plot: bool,
+    say: Callable[[str], None],  # receives what the first process says before its first step
     tick: float = 0.2,
 ):
     """Show the progress of a run until its processes have ended. Raises the error of a failed
@@ -355,11 +365,22 @@ def watch(
     metrics = NewRows(folder / "metrics.jsonl")
     curve = LossCurve(seconds=3)
     first = workers[0]
+    told = 0
+    started = False
     with progress_bar(recipe.steps, recipe.name, initial=initial, progress=progress) as bar:
         running = True
         while running:
             running = any(worker.process.poll() is None for worker in workers)
             rows = [row for row in metrics.look() if row["step"] > initial]
+            if not started:
+                lines = opening(first)
+                # the last line may still be incomplete
+                new = lines[told : len(lines) if rows or not running else -1]
+                told += len(new)
+                with tqdm.external_write_mode():
+                    for line in new:
+                        say(line)
+                started = bool(rows)
             if rows:
                 last = rows[-1]
                 bar.set_postfix_str(
@@ -427,8 +448,6 @@ def launch(
     out = Path(out or Path("runs") / recipe.name)
     first = RunFolder(out).newest() if resume else 0
     plot = in_notebook() if plot is None else plot
-    if resume:
-        say(resume_line(out, first))
     with tempfile.TemporaryDirectory(prefix="anchor-") as temporary, _exit_on_termination():
         path = Path(temporary) / "recipe.toml"
         recipe.save(path)
@@ -438,7 +457,7 @@ def launch(
         try:
             with started_workers(arguments, out / "logs", nproc, grace) as workers:
                 try:
-                    watch(workers, out, recipe, first, progress, plot)
+                    watch(workers, out, recipe, first, progress, plot, say)
                 except (KeyboardInterrupt, SystemExit):
                     say(
                         "stopping: the processes finish their step and save; interrupt again to "
