@@ -227,7 +227,10 @@ def test_a_search_among_one_document_is_refused(tmp_path):
     rows = [{"query": f"query {i}", "positive": f"Text {i < 3}."} for i in range(50)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match="at least 4 are needed, of different documents"):
+    needed = (
+        "at least 4 are needed, of different documents, two of which have at most half of all; "
+    )
+    with pytest.raises(InputError, match=f"{needed}the two smallest have 50$"):
         heldout.split_pairs(path, 10, 42)
 
 

@@ -160,7 +160,8 @@ def _too_large(data: str, labels: Sequence, number: int, most: int) -> str:
     least = sum(sizes[:2])
     words = f"{data} has {counted(len(labels), 'pair')} to hold out from"
     if len(sizes) < 2 or least > most:
-        return f"{words}; at least 4 are needed, of different documents"
+        half = f", two of which have at most half of all; the two smallest have {least:,}"
+        return f"{words}; at least 4 are needed, of different documents{half if len(sizes) > 1 else ''}"
     return (
         f"{words}, and the pairs of a document are held out together: no two documents fit into "
         f"{number:,} pairs, the two smallest have {least:,}; hold out as many (--heldout {least}, or "
