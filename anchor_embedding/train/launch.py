@@ -343,10 +343,12 @@ class NewRows:
 
 # %% ../../nbs/train/50_launch.ipynb #e1b10930
 def opening(worker: Worker) -> list[str]:
-    "What a process says before its first step: no progress bar, and nothing from an error on."
+    """What a process says before its first step: no progress bar, no line of torch's own log, such
+    as gloo's about host names, and nothing from an error on.
+    """
     ends = (_TRACEBACK, "anchor: ", "done: ")
     lines = itertools.takewhile(lambda line: not line.startswith(ends), worker.lines())
-    return [line for line in lines if not re.search(r"\d%\|", line)]
+    return [line for line in lines if not re.search(r"^\[[IWE]\d{4} |\d%\|", line)]
 
 
 def watch(
