@@ -284,6 +284,7 @@ def locked(
     busy: str,  # what is said if another process has it; "{holder}" becomes its number and machine
     say: Callable[[str], None] | None = None,  # says it, and then waits; None: refuse
     remedy: str = "choose another place",  # for a folder that cannot be written
+    patience: float = 5,  # seconds that it waits without a word, where it waits
 ):
     """Context in which this process has a lock, if the file system has locks. Raises `InputError`
     if another one has it, or for a folder that cannot be written.
@@ -292,7 +293,7 @@ def locked(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=patience if say else 0)
         except Timeout:
             holder = ""
             with suppress(OSError, ValueError):  # it may have ended just now
