@@ -241,6 +241,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.installed_versions': ( 'common/provenance.html#installed_versions',
                                                                                                                'anchor_embedding/common/provenance.py'),
+                                                    'anchor_embedding.common.provenance.processor_name': ( 'common/provenance.html#processor_name',
+                                                                                                           'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.source_commit': ( 'common/provenance.html#source_commit',
                                                                                                           'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.usable_cores': ( 'common/provenance.html#usable_cores',
