@@ -3516,6 +3516,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare._load_adapter_weights': ( 'train/prepare.html#_load_adapter_weights',
                                                                                                           'anchor_embedding/train/prepare.py'),
+                                                'anchor_embedding.train.prepare._note_dropout': ( 'train/prepare.html#_note_dropout',
+                                                                                                  'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare._note_other_reading': ( 'train/prepare.html#_note_other_reading',
                                                                                                         'anchor_embedding/train/prepare.py'),
                                                 'anchor_embedding.train.prepare._training_tokenizer': ( 'train/prepare.html#_training_tokenizer',

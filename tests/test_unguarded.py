@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import anchor_embedding.data.store as store_module
 import anchor_embedding.train.prepare as prepare_module
@@ -849,3 +850,18 @@ def test_an_adapter_of_a_model_without_a_name_has_no_base(base, pairs, tmp_path,
     embedder.save_pretrained(tmp_path / "adapter")
     kept = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert not kept["base_model_name_or_path"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_dropout_of_the_base_is_noted(base, pairs, tmp_path, share):
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": share}))
+    said = []
+    recipe = small(tmp_path / "base", pairs, objective="contrastive")
+    prepare_embedder(recipe, torch.device("cpu"), say=said.append)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").train()
+    with torch.no_grad():
+        first, second = (model(torch.arange(12)[None]).logits for _ in range(2))
+    noted = [line for line in said if "attention_dropout = 0.1" in line and "config.json" in line]
+    assert bool(noted) == (not torch.equal(first, second)) == bool(share)

@@ -467,6 +467,7 @@ def prepare_embedder(
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
     _note_other_reading(recipe, tokenizer.template.style, base.path, say)
+    _note_dropout(decoder, say)
     asked = instructions_record(recipe.instructions, datasets)
     card["instructions"] = asked["instructions"]
     return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, **asked), card
@@ -488,6 +489,22 @@ def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:
         say(
             "note: the base was trained with soft tokens, and this recipe has none; take "
             "objective = 'refinement' to keep them"
+        )
+
+
+def _note_dropout(decoder: CausalDecoder, say) -> None:
+    "Say that the configuration of the base has dropout, which acts in training."
+    settings = decoder.causal_lm.config.to_dict()
+    active = [
+        f"{name} = {share}"
+        for name, share in settings.items()
+        if re.fullmatch(r"(attention|attn|resid|residual|embd|hidden)_(dropout|pdrop)", name)
+        and share
+    ]
+    if active:
+        say(
+            f"note: the base's configuration has {', '.join(active)}, which acts in training; set it "
+            "to 0 in its config.json to train without"
         )
 
 
