@@ -865,3 +865,17 @@ def test_dropout_of_the_base_is_noted(base, pairs, tmp_path, share):
         first, second = (model(torch.arange(12)[None]).logits for _ in range(2))
     noted = [line for line in said if "attention_dropout = 0.1" in line and "config.json" in line]
     assert bool(noted) == (not torch.equal(first, second)) == bool(share)
+
+
+def test_a_stage_can_begin_after_the_batches_of_another(base):
+    examples = [Example(f"q{i}", f"d{i}", (), ("one", "other")[i % 2]) for i in range(64)]
+    recipe = small(base, "given", objective="contrastive", batch_size=8)
+    first, second = (
+        make_data(one, prepare_tokenizer(one, one.base), examples)
+        for one in (recipe, recipe.replace(skip_batches=3))
+    )
+    for step in range(7):  # a pass has eight batches
+        texts = [text.ids for text in second.batch(step).queries]
+        assert texts == [text.ids for text in first.batch(step + 3).queries]
+    with pytest.raises(InputError, match="skip_batches"):
+        recipe.replace(skip_batches=-1)

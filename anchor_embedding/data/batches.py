@@ -88,7 +88,7 @@ def _rows_in_a_pass(sizes, sampling):
 
 # %% ../../nbs/data/40_batches.ipynb #bcdb72f7
 class BatchPlan:
-    "The examples of every step: a full batch of one dataset, a pure function of (seed, step)."
+    "The examples of every step: a full batch of one dataset, a pure function of (seed, skip + step)."
 
     def __init__(
         self,
@@ -99,9 +99,13 @@ class BatchPlan:
         seed: int = 42,
         # dataset → number of its rows in a pass, as a multiple of its size; 1 if not named
         sampling: dict[str, float] | None = None,
+        skip: int = 0,  # batches that are left out before the first step
     ):
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, not {batch_size}")
+        if skip < 0:
+            raise InputError(f"skip must be at least 0, not {skip}")
+        self.skip = skip
         self.batch_size = batch_size
         self.seed = seed
         self.sampling = dict(sampling or {})
@@ -143,8 +147,10 @@ class BatchPlan:
 
     def __repr__(self):
         sampling = f", sampling={self.sampling}" if self.sampling else ""
+        skip = f", skip={self.skip}" if self.skip else ""
         return (
-            f"BatchPlan({self.batches}, batch_size={self.batch_size}, seed={self.seed}{sampling})"
+            f"BatchPlan({self.batches}, batch_size={self.batch_size}, seed={self.seed}{sampling}"
+            f"{skip})"
         )
 
     def step(self, k: int) -> list[int]:  # `batch_size` indices of examples
@@ -158,7 +164,7 @@ class BatchPlan:
     def _at(self, k: int):
         if k < 0:
             raise IndexError(f"a step is 0 or more, not {k}")
-        number, offset = divmod(k, self.steps_per_pass)
+        number, offset = divmod(self.skip + k, self.steps_per_pass)
         if number != self._pass:
             self._order = _shuffled_pass(self, number)
             self._pass = number

@@ -219,7 +219,8 @@ def batch_plan(
     rows = getattr(examples, "rows", None)  # of an `ExampleStore`
     if rows is None:
         rows = [example.dataset for example in examples]
-    return BatchPlan(rows, recipe.batch_size, recipe.seed, parse_sampling(recipe.sampling))
+    sampling = parse_sampling(recipe.sampling)
+    return BatchPlan(rows, recipe.batch_size, recipe.seed, sampling, recipe.skip_batches)
 
 
 def _batches(recipe, examples):

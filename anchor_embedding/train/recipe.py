@@ -129,6 +129,8 @@ class OptimisationSettings(BaseModel):
     # gradients are clipped to this norm; inf = no clipping
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # of the batch order and of dropout
+    # batches of that order before the first of this run, such as those of the stage before
+    skip_batches: Natural = 0
 
 # %% ../../nbs/train/10_recipe.ipynb #f492f27e
 class TuningSettings(BaseModel):
