@@ -136,7 +136,8 @@ def worst(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_vectors(tmp_path, texts, kind, style):
     embedder = make(tmp_path / "model", kind, style, **DECLARED.get(kind, {}))
-    theirs = load(export_embedder(embedder, tmp_path / "exported"))
+    asked = {"query": QUERY_INSTRUCTION}
+    theirs = load(export_embedder(embedder, tmp_path / "exported", instructions=asked))
     for prompt, instruction in (
         ("", None),
         (f"Instruct: {QUERY_INSTRUCTION}\nQuery: ", QUERY_INSTRUCTION),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM
 
 import anchor_embedding.data.store as store_module
@@ -28,6 +29,7 @@ from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.embedder import load_embedder
+from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.embed.shared import SharedEmbedder
 from anchor_embedding.model.loading import add_lora, load_decoder
@@ -879,3 +881,31 @@ def test_a_stage_can_begin_after_the_batches_of_another(base):
         assert texts == [text.ids for text in first.batch(step + 3).queries]
     with pytest.raises(InputError, match="skip_batches"):
         recipe.replace(skip_batches=-1)
+
+
+def test_full_tuning_of_an_adapter_trains_all_weights(base, pairs, tmp_path):
+    lora = small(base, pairs, objective="contrastive", tuning="lora", checkpoint_every=2)
+    train(lora, tmp_path / "lora", progress=False, say=quiet)
+    *_, adapter = sorted((tmp_path / "lora").glob("step-*"))
+    full = small(adapter, pairs, objective="contrastive")
+    final = train(full, tmp_path / "full", progress=False, say=quiet)
+    card = json.loads((tmp_path / "full" / "card.json").read_text())
+    assert card["trained_parameters"] == card["parameters"]
+    before = load_decoder(adapter).causal_lm.state_dict()
+    after = load_decoder(final).causal_lm.state_dict()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "layers" in name)
+
+
+def test_a_model_of_a_short_context_is_read_and_exported_within_it(tmp_path):
+    tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path / "base")
+    tiny_tokenizer("llama3").save_pretrained(tmp_path / "base")
+    text = "anchor ship " * 120
+    export_embedder(tmp_path / "base", tmp_path / "exported")
+    theirs = SentenceTransformer(str(tmp_path / "exported"), device="cpu")
+    ours = load_embedder(tmp_path / "base", "float32", "cpu")
+    assert theirs.max_seq_length == ours.tokenizer.max_length == 64
+    np.testing.assert_allclose(theirs.encode([text]), ours.encode([text]), atol=1e-4)
+    longer = load_embedder(tmp_path / "base", "float32", "cpu", max_length=65)
+    with pytest.raises(InputError, match="max_length = 65 needs 65 positions"):
+        export_embedder(longer, tmp_path / "longer")
+    assert not (tmp_path / "longer").exists()

@@ -35,7 +35,13 @@ from ..common.settings import check_known
 from ..common.show import facts_html
 from ..model.base import resolve_base
 from ..model.bidirectional import set_attention
-from ..model.decoder import POOLINGS, CausalDecoder, check_echo, evaluating
+from anchor_embedding.model.decoder import (
+    POOLINGS,
+    CausalDecoder,
+    check_echo,
+    context_of,
+    evaluating,
+)
 from anchor_embedding.model.loading import (
     check_head,
     check_vocabulary,
@@ -444,7 +450,8 @@ def load_embedder(
     # soft_tokens, decode_opening, instructions, datasets
     **settings,
 ) -> Embedder:
-    """Load an embedder. A model without saved settings gets the defaults. Raises `InputError`, also
+    """Load an embedder. A model without saved settings gets the defaults, and reads at most 512 tokens
+    or its whole context. Raises `InputError`, also
     for a sentence-transformers model that was not made here, unless its pooling is named, and for a
     tokenizer with more tokens than the model has embeddings.
     """
@@ -469,12 +476,15 @@ def load_embedder(
     saved = read_settings(own)
     if settings.get("template", saved.get("template")) != saved.get("template"):
         saved.pop("eos_token", None)  # each template has its own
-    settings = defaults | saved | settings
+    given = saved | settings
+    settings = defaults | given
     text_settings = {key: settings.pop(key) for key in _TEXT}
     tokenizer = TextTokenizer(read_tokenizer(path), **text_settings)
     path = own if (own / "adapter_config.json").exists() else path
     attention = settings.pop("attention")
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
+    if "max_length" not in given:
+        tokenizer.max_length = int(min(tokenizer.max_length, context_of(decoder)))
     check_vocabulary(decoder, tokenizer, str(name))
     soft_tokens = settings["soft_tokens"]
     if soft_tokens and soft_tokens.kind == "pause":

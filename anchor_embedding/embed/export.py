@@ -32,6 +32,7 @@ from anchor_embedding.embed.embedder import (
 )
 from .onnx import check_packages, write_onnx
 from ..model.base import resolve_base
+from ..model.decoder import check_positions
 from ..model.text import TextTokenizer, format_instruction
 
 # %% ../../nbs/embed/40_export.ipynb #9ae2a6d5
@@ -179,11 +180,13 @@ def default_instructions(
     datasets: Iterable[str] = (),  # that it was trained on, if they are known
 ) -> dict[str, str]:  # prompt name → instruction
     """What texts get in front of them, as in training: the instruction of its datasets, or that for
-    a web search if it is one of several. Raises `InputError` if the datasets had different ones and
+    a web search if it is one of several; nothing if its training is unknown. Raises `InputError` if the datasets had different ones and
     none of them is that.
     """
     datasets = list(datasets)
-    if trained is None or (trained in ("paper", "as_released") and not datasets):
+    if trained is None:
+        return {"query": ""}
+    if trained in ("paper", "as_released") and not datasets:
         return {"query": QUERY_INSTRUCTION}
     table, _ = _asked_in_training(trained, datasets)
     if not table:
@@ -495,6 +498,8 @@ def export_embedder(
             "other programs would read this model with causal attention, but it was trained to "
             "read in both directions: load it with `Embedder`"
         )
+    longest = embedder.tokenizer.max_length
+    check_positions(embedder.decoder, longest, f"max_length = {longest}")
     cards = find_cards(source) if source else []
     known = _known_base(embedder, source, cards)
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}

@@ -13,11 +13,13 @@ from pathlib import Path
 # %% ../../nbs/evaluate/45_sweep.ipynb #44c14e6f
 from ..common.errors import InputError
 from ..common.files import near_path
+from ..common.provenance import dtype_name
 from ..embed.embedder import Embedder
 from .benchmark import evaluate, quiet_mteb, run_task
 from .encoder import MAX_LENGTH, MtebEncoder, model_meta, style_of
 from .local_tasks import open_tasks
 from .prompts import check_prompts
+from ..model.loading import choose_dtype
 from ..train.runs import RunFolder, read_log
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #99364853
@@ -138,6 +140,9 @@ class TaskEvaluator:
         unusual = {} if style.usual else {"prompts": style.name}
         if self.max_length != MAX_LENGTH:
             unusual["max_length"] = self.max_length or "own"
+        dtype = embedder.decoder.product_dtype
+        if dtype != choose_dtype("auto", embedder.decoder.device)[0]:
+            unusual["dtype"] = dtype_name(dtype)
         meta = model_meta(embedder, revision="in training", style=style)
         here = [embedder.decoder.device]
         encoder = MtebEncoder(embedder, style, meta, devices=here, max_length=self.max_length)

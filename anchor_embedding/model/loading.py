@@ -589,7 +589,7 @@ def _load_adapter(folder, dtype, device, compute_dtype):
             "weight, so merging it would change the other too; train an adapter of the layers only"
         )
     try:
-        merge_lora(decoder).eval()
+        merge_lora(decoder).eval().requires_grad_(True)  # peft had frozen them
     except RuntimeError as error:
         reason = _first_sentence(error).removesuffix(".")
         raise InputError(
