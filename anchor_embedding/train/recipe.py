@@ -122,7 +122,7 @@ class OptimisationSettings(BaseModel):
     learning_rate: Positive  # at the end of the warm-up
     warmup_steps: Natural = 300  # linear, from 0
     schedule_steps: Natural = 0  # the rate decays linearly to 0 at this step; 0 = at `steps`
-    weight_decay: NotNegative = 0.0  # AdamW
+    weight_decay: NotNegative = 0.0  # AdamW; of all trained weights, also of norms and biases
     beta1: BelowOne = 0.9  # AdamW
     beta2: BelowOne = 0.999  # AdamW
     epsilon: Positive = 1e-8  # AdamW
