@@ -331,7 +331,10 @@ def write_embedder(
     own = {"pause_tokens": getattr(embedder.decoder, "pause_tokens", None)} | (weights or {})
     if (pause := own.pop("pause_tokens")) is not None:
         save_file({"pause_tokens": pause.detach().cpu().contiguous()}, folder / PAUSE_TOKENS)
-    embedder.decoder.model.save_pretrained(folder, state_dict=own or None)
+    with warnings.catch_warnings():
+        # of an adapter whose base is an adapter too; no run changes the vocabulary
+        warnings.filterwarnings("ignore", "Could not find a config file")
+        embedder.decoder.model.save_pretrained(folder, state_dict=own or None)
     embedder.tokenizer.tokenizer.save_pretrained(folder)
     write_settings(embedder, folder)
 
