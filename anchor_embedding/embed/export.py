@@ -180,8 +180,8 @@ def default_instructions(
     datasets: Iterable[str] = (),  # that it was trained on, if they are known
 ) -> dict[str, str]:  # prompt name → instruction
     """What texts get in front of them, as in training: the instruction of its datasets, or that for
-    a web search if it is one of several; nothing if its training is unknown. Raises `InputError` if the datasets had different ones and
-    none of them is that.
+    a web search if it is one of several; nothing if its training is unknown. Raises `InputError` if
+    the datasets had different ones and none of them is that.
     """
     datasets = list(datasets)
     if trained is None:
