@@ -88,7 +88,7 @@ def _rows_in_a_pass(sizes, sampling):
 
 # %% ../../nbs/data/40_batches.ipynb #bcdb72f7
 class BatchPlan:
-    "The examples of every step: a full batch of one dataset, a pure function of (seed, skip + step)."
+    "The examples of every step: a full batch of one dataset, a function of (seed, skip + step)."
 
     def __init__(
         self,

@@ -453,8 +453,8 @@ def load_embedder(
     # soft_tokens, decode_opening, instructions, datasets
     **settings,
 ) -> Embedder:
-    """Load an embedder. A model without saved settings gets the defaults, and reads at most 512 tokens
-    or its whole context. Raises `InputError`, also for a sentence-transformers model that was not
+    """Load an embedder. A model without saved settings gets the defaults, and reads at most 512
+    tokens or its whole context. Raises `InputError`, also for a sentence-transformers model that was not
     made here, unless its pooling is named, and for a tokenizer with more tokens than the model has
     embeddings.
     """

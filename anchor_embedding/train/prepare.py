@@ -503,8 +503,8 @@ def _note_dropout(decoder: CausalDecoder, say) -> None:
     ]
     if active:
         say(
-            f"note: the base's configuration has {', '.join(active)}, which acts in training; set it "
-            "to 0 in its config.json to train without"
+            f"note: the base's configuration has {', '.join(active)}, which acts in training; set "
+            "it to 0 in its config.json to train without"
         )
 
 
