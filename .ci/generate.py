@@ -68,13 +68,14 @@ def readme(notebook: Path) -> str:
 
 
 def sidebar(folder: Path) -> str:
-    """The sidebar's contents: the index, the guide, other pages, the wings, the experiments; each
+    """The sidebar's contents: the index, the guide, the experiments, other pages, the wings; each
     folder's own index comes first.
     """
     pages = sorted(folder.glob("[a-z]*.ipynb"))
     pages.remove(folder / "index.ipynb")
     lines = ["      - index.ipynb"]
-    for name, title in {"guide": "Guide", "": "", **WINGS, "experiments": "Experiments"}.items():
+    sections = {"guide": "Guide", "experiments": "Experiments", "": "", **WINGS}
+    for name, title in sections.items():
         if not name:
             lines += [f"      - {path.name}" for path in pages]
             continue
