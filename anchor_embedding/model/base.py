@@ -264,9 +264,14 @@ def _run_result(run: Path) -> str | None:
             raise InputError(f"{run} is a folder of models; name one of them: {names}")
 
 
+def _to_stderr(text: str) -> None:
+    "Print a message to standard error; standard output is for results only."
+    print(text, file=sys.stderr, flush=True)
+
+
 def resolve_base(
     name: str,  # "SmolLM2-135M-Instruct" (with or without its owner), or any folder or hub name
-    say: Callable[[str], None] = print,  # receives progress messages
+    say: Callable[[str], None] = _to_stderr,  # receives progress messages
 ) -> Base:
     """Where to load a model from; fetches SmolLM2 if that is the name, and no model or run in a
     folder has it. Raises `InputError` for a model that cannot be found.
