@@ -14,6 +14,7 @@ import glob
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -28,14 +29,34 @@ from filelock import FileLock, Timeout
 from .errors import InputError
 
 # %% ../../nbs/common/10_files.ipynb #8bbfc045
-def _is_of_another(error: Exception, path: Path) -> bool:
-    "Whether an error names a file that is not `path`, beside it or above it, such as a source."
-    real = Path(os.path.realpath(path))
+# a disk that is full or read-only, or takes no file as large
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+def _is_part(place: Path, path: Path) -> bool:
+    "Whether `place` is `path`, its temporary name, something below one of these, or a folder above."
+    if place in path.parents:
+        return True
+    if path.parent not in place.parents:
+        return False
+    name = place.relative_to(path.parent).parts[0]
+    return name == path.name or name.startswith(f".{_short(path)}.")
+
+
+def _is_of_disk(error: Exception, path: Path) -> bool:
+    """Whether an error says that `path` cannot be written. Others, such as those of a source or of
+    the network, may be raised by what is done meanwhile.
+    """
     names = [getattr(error, key, None) for key in ("filename", "filename2")]
     named = [Path(os.path.realpath(name)) for name in names if isinstance(name, str)]
-    return bool(named) and not any(
-        real.parent in (place, *place.parents) or place in real.parents for place in named
-    )
+    if named:
+        return any(_is_part(place, Path(os.path.realpath(path))) for place in named)
+    # safetensors and tokenizers report the system's errors only as text
+    of_system = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(of_system[1]) if of_system else getattr(error, "errno", None)
+    # numpy does not say why it wrote less
+    short = re.fullmatch(r"\d+ requested and \d+ written", str(error))
+    return number in _NO_ROOM or bool(short)
 
 
 @contextmanager
@@ -44,9 +65,7 @@ def disk_errors(path: str | os.PathLike):
     try:
         yield
     except Exception as error:
-        # safetensors reports the system's errors only as text
-        of_disk = isinstance(error, OSError) or "os error" in str(error).lower()
-        if isinstance(error, InputError) or not of_disk or _is_of_another(error, Path(path)):
+        if isinstance(error, InputError) or not _is_of_disk(error, Path(path)):
             raise
         raise InputError(
             f"cannot write {path}: {error}; nothing half-written was left. Free space "
@@ -59,11 +78,16 @@ def _short(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:100])
 
 
+def _temporary(path: Path) -> Path:
+    "A new name beside `path`."
+    return path.with_name(f".{_short(path)}.{secrets.token_hex(4)}")
+
+
 @contextmanager
 def _aside(path: Path, make: Callable[[Path], None]):
     "Context with a new path beside `path`, created by `make`; removed at the end if still there."
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{_short(path)}.{secrets.token_hex(4)}")
+    aside = _temporary(path)
     make(aside)
     try:
         yield aside
@@ -169,9 +193,20 @@ def _put_folder(aside: Path, path: Path, own: Container[str]) -> None:
             "choose another place or remove them"
         )
     if not _exchange(aside, path):
-        with _aside(path, Path.mkdir) as old:
-            os.rename(path, old / path.name)
-            os.rename(aside, path)
+        _replace(aside, path)
+
+
+def _replace(aside: Path, path: Path) -> None:
+    "Rename a folder to `path` in place of an older one, which comes back after any error."
+    older = _temporary(path)
+    try:
+        os.rename(path, older)
+        os.rename(aside, path)
+    except BaseException:
+        if older.exists() and not path.exists():
+            os.rename(older, path)
+        raise
+    shutil.rmtree(older)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -325,6 +360,8 @@ def unnamed_file(folder: Path, remedy: str = "choose another place"):
         with tempfile.TemporaryFile(dir=folder) as file:
             yield file
     except OSError as error:
+        if not _is_of_disk(error, folder):
+            raise
         raise InputError(f"cannot write in {folder}: {error}; free space, or {remedy}") from error
 
 # %% ../../nbs/common/10_files.ipynb #e8d2672d
