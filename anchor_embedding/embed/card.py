@@ -9,6 +9,7 @@ __all__ = ['CARD', 'find_base', 'exported_card', 'check_scores', 'model_facts', 
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -37,6 +38,16 @@ def _hub_name(name: str) -> str | None:
     return name
 
 
+def _own_provenance(folder: Path) -> dict[str, str] | None:
+    "What our conversion of a base wrote beside it; None if there is no such file, or not of ours."
+    with suppress(OSError, ValueError):
+        written = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        keys = ("name", "source", "licence")
+        if isinstance(written, dict) and all(isinstance(written.get(key), str) for key in keys):
+            return written
+    return None
+
+
 def find_base(
     origin: str,  # the base as the first run or the adapter names it
 ) -> dict[str, str]:  # of name (on the hub), license and source (of the weights) those known
@@ -45,19 +56,20 @@ def find_base(
 
     folder = Path(origin)
     name = _hub_name(origin)
-    if (folder / "provenance.json").is_file():
-        provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    if provenance := _own_provenance(folder):
         known = {
             "name": _hub_name(provenance["name"]),
-            "license": provenance.get("licence", "").lower(),
-            "source": provenance.get("source"),
+            "license": provenance["licence"].lower(),
+            "source": provenance["source"],
         }
         return {key: value for key, value in known.items() if value}
     cached = try_to_load_from_cache(name, "README.md") if name else None
     license = None
     readme = Path(cached) if isinstance(cached, str) else folder / "README.md"
-    if origin and readme.is_file() and readme.read_text(encoding="utf-8").startswith("---"):
-        license = ModelCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("license")
+    if origin and readme.is_file():
+        text = readme.read_text(encoding="utf-8", errors="replace")
+        if text.startswith("---"):
+            license = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
     known = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
     return {key: value for key, value in known.items() if value}
 
@@ -155,13 +167,17 @@ def _stage_facts(card: dict) -> dict[str, object]:
     return {key: value for key, value in facts.items() if value not in (None, "", "none")}
 
 
+def _toml(value) -> str:
+    "A setting as TOML. The card of a run is JSON, which has an infinite number only as a text."
+    return "inf" if value == "inf" else json.dumps(value, ensure_ascii=False)
+
+
 def _stage_recipe(card: dict) -> Markup:
     "The recipe of one run as TOML, without paths on this machine."
     base = card.get("base_folder", card["recipe"]["base"])
     settings = {key: _without_paths(value) for key, value in card["recipe"].items()}
     settings["base"] = _without_paths(base)
-    lines = (f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in settings.items())
-    return Markup("\n".join(lines))
+    return Markup("\n".join(f"{key} = {_toml(value)}" for key, value in settings.items()))
 
 # %% ../../nbs/embed/38_card.ipynb #43805933
 def check_scores(scores: dict, model) -> None:
