@@ -67,6 +67,12 @@ def nearest_places(
     return scores, places
 
 
+def _hit(place: int, score: float, row: dict[str, str | None]) -> Hit:
+    "A hit with the columns of its row, see `Corpus.rows`."
+    columns = {name: value for name, value in row.items() if name != "id"}
+    return Hit(place, row["id"], score, columns)
+
+
 def search_corpus(
     embedder: Embedder,  # the model that made the vectors
     corpus: Corpus,
@@ -80,10 +86,9 @@ def search_corpus(
     if not len(vectors):
         return []
     scores, places = nearest_places(corpus, vectors, top)
+    found = np.unique(places).tolist()
+    rows = dict(zip(found, corpus.rows(found), strict=True))  # a shard is read once for all
     return [
-        [
-            Hit(int(place), row.pop("id"), float(score), row)
-            for place, score, row in zip(own, cosines, corpus.rows(own.tolist()), strict=True)
-        ]
-        for own, cosines in zip(places, scores, strict=True)
+        [_hit(place, score, rows[place]) for place, score in zip(own, cosines, strict=True)]
+        for own, cosines in zip(places.tolist(), scores.tolist(), strict=True)
     ]

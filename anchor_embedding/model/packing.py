@@ -100,7 +100,7 @@ def token_budget_batches(
     return batches
 
 # %% ../../nbs/model/20_packing.ipynb #5bfb4ae2
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)  # the masks of long texts are large
 @torch.inference_mode(False)  # kept for later calls, which may need it in a backward pass
 def hidden_keys(queries: int, keys: int, window: int | None, device) -> torch.Tensor:
     """(queries, keys) bool: True where a query must not see a key; the last query is at the
@@ -113,17 +113,17 @@ def hidden_keys(queries: int, keys: int, window: int | None, device) -> torch.Te
 
 # %% ../../nbs/model/20_packing.ipynb #34605af8
 def plain_attention(
-    query,  # (1, H, L, D) of one text
-    key,  # (1, H_kv, L, D)
-    value,  # (1, H_kv, L, D_v)
-    # (L, L) bool: True where a query must not see a key; None = it sees all keys
+    query,  # (n, H, L, D) of the last L tokens of n texts of equal length K
+    key,  # (n, H_kv, K, D)
+    value,  # (n, H_kv, K, D_v)
+    # (L, K) bool: True where a query must not see a key; None = it sees all keys
     hidden: torch.Tensor | None,
     scale: float,  # factor on the scores
     dropout: float = 0.0,
     softcap: float | None = None,  # scores become softcap * tanh(scores / softcap)
     # (H,) an extra score for each head, which takes part in the softmax but has no value
     sinks: torch.Tensor | None = None,
-):  # (1, H, L, D_v)
+):  # (n, H, L, D_v)
     "Attention written out, for what torch's own function does not support."
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scale
@@ -132,7 +132,7 @@ def plain_attention(
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, extra], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
     return F.dropout(weights, dropout) @ value.repeat_interleave(groups, dim=1)
