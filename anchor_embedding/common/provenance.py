@@ -14,11 +14,11 @@ import platform
 import subprocess
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from .. import __version__
 from .errors import InputError
 
 # %% ../../nbs/common/15_provenance.ipynb #637b3f38
@@ -56,7 +56,9 @@ def installed_versions(
     *packages: str,  # names of installed packages; also "anchor_embedding" and "python"
 ) -> dict[str, str]:  # package → version, in this order
     "Versions of the packages; those that are not installed are left out."
-    versions = {"anchor_embedding": __version__, "python": platform.python_version()}
+    # by its name, since the package itself opens `embed`, whose rooms build on this one
+    own = import_module("anchor_embedding").__version__
+    versions = {"anchor_embedding": own, "python": platform.python_version()}
     for package in packages:
         if package not in versions:
             try:
