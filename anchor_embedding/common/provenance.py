@@ -113,15 +113,18 @@ def weights_digest(
     folder: str | Path,
     optimizer: bool = False,  # with the state of a checkpoint's optimizer
 ) -> str:
-    """A digest of the weights in a folder: of the name and size of each file, and of 64 parts of
-    it, which are all of a file of up to 4 MB. Empty for the name of a model on the hub.
+    """A digest of the weights of a model or adapter in a folder: of the name and size of each
+    file, and of 64 parts of it, which are all of a file of up to 4 MB. Empty for the name of a
+    model on the hub.
     """
     if not Path(folder).is_dir():
         return ""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         counts = optimizer or path.name != "optimizer.safetensors"
-        if path.suffix in (".safetensors", ".bin") and counts:
+        # other programs keep settings and states of training in .bin files
+        pickled = path.suffix == ".bin" and path.name.startswith(("pytorch_model", "adapter_model"))
+        if (path.suffix == ".safetensors" or pickled) and counts:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
