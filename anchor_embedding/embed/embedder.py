@@ -177,12 +177,13 @@ class Embedder:
         - `batch_tokens`: tokens in a packed batch; does not change the result, and fewer need less
           memory.
         - `normalize`: scale every vector to length 1.
-        - `progress`: show a progress bar; None = if the terminal or notebook can redraw it.
+        - `progress`: False = show none; otherwise a bar, or a line every half minute where no bar
+          can be drawn.
         - `refine_steps`: number of soft tokens, for a model that has them; None = as in training; a
           list of k numbers gives (n, k, d) vectors in one pass.
 
         Raises `InputError` for anything but texts, for another number of instructions than texts,
-        and for `refine_steps` if the model has no soft tokens.
+        for `batch_tokens` below 1, and for `refine_steps` if the model has no soft tokens.
         """
         return encode_texts(
             self, texts, instruction, batch_tokens, normalize, progress, refine_steps
