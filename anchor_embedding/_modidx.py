@@ -99,8 +99,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_embedding/cli/scoring.py'),
                                               'anchor_embedding.cli.scoring._scoring': ( 'cli/scoring.html#_scoring',
                                                                                          'anchor_embedding/cli/scoring.py'),
-                                              'anchor_embedding.cli.scoring._tasks': ( 'cli/scoring.html#_tasks',
-                                                                                       'anchor_embedding/cli/scoring.py'),
                                               'anchor_embedding.cli.scoring.add_commands': ( 'cli/scoring.html#add_commands',
                                                                                              'anchor_embedding/cli/scoring.py'),
                                               'anchor_embedding.cli.scoring.compare_command': ( 'cli/scoring.html#compare_command',

@@ -108,6 +108,7 @@ def test_a_model_that_does_not_fit_is_refused():
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"rounds": 0}, "rounds = 0"),
         ({"pairs": 1}, "pairs = 1"),
+        ({"json_file": "/proc/nowhere/bench.json"}, "cannot write /proc/nowhere/bench.json"),
     ],
 )
 def test_wrong_requests_are_one_sentence(wrong, message):

@@ -13,11 +13,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from anchor_embedding.cli import training
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE
 from anchor_embedding.train import launch as launching
@@ -454,3 +456,18 @@ def test_machines_that_differ_are_refused(tmp_path, recipe, different):
         assert machine.returncode == 2, said
         assert f"anchor: the processes {why}" in said
     assert steps(tmp_path) == [] and not (tmp_path / "run" / "recipe.toml").exists()
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(143, 143), (137, 1), (3, 1)])
+def test_the_command_ends_as_its_processes_did(tmp_path, monkeypatch, code, wanted):
+    """Schedulers start a stopped run again by its exit code."""
+
+    def fail(*arguments, **settings):
+        raise WorkerError(1, code, "rank 1 ended")
+
+    monkeypatch.setattr(launching, "launch", fail)
+    monkeypatch.setattr(training, "_evaluator", lambda args, recipe: None)
+    args = SimpleNamespace(eval_tasks=None, tasks_dir=None, nproc=2, resume=False)
+    with pytest.raises(SystemExit) as ended:
+        training._train_on_many(args, None, tmp_path)
+    assert ended.value.code == wanted

@@ -14,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from anchor_embedding.cli import training
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.evaluate import heldout
 from anchor_embedding.model.base import resolve_base
+from anchor_embedding.study import pipeline as pipelines
 from anchor_embedding.study.arms import run_arm, shared_runs
 from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.recipe_files import load_recipe
@@ -296,6 +298,27 @@ def test_a_stage_of_a_comparison_is_not_resumed_alone(base, finished, tmp_path, 
         assert main(["train", *words]) == 2
         assert f"is a stage of the comparison in {out}" in capsys.readouterr().err
     assert kept == {path: path.read_bytes() for path in run.glob("*.json*")}
+
+
+def test_a_run_beside_any_json_file_is_resumed_by_itself(tmp_path):
+    """`runs/NAME` is where runs go, and a measurement may be `runs/OTHER.json`."""
+    run = tmp_path / "runs" / "stage1-long"
+    run.mkdir(parents=True)
+    run.with_name("stage1.json").write_text('{"contests": {}}')
+    assert training._comparison_of(run) is None
+    run.with_name("stage1.json").write_text('{"asked": {}, "costs": {}}')
+    assert training._comparison_of(run) == tmp_path
+
+
+def test_a_page_that_fails_leaves_the_run_unfinished(finished, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pipelines, "html_report", fail)
+    report = json.loads((finished[0] / "report.json").read_text())
+    with pytest.raises(ZeroDivisionError):
+        pipelines.finish_report(report, tmp_path, print)
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_a_pipeline_that_evaluates_nothing_says_so_before_it_trains(base, few_packages, tmp_path):

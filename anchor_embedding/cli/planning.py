@@ -68,11 +68,13 @@ def _note_on_cpu(operations: float, recipe) -> None:
 # %% ../../nbs/cli/30_planning.ipynb #c30006
 def check_command(args: argparse.Namespace) -> None:
     "Check pairs: counts, lengths, duplicates, empty fields, bad rows by file and line."
-    from anchor_embedding.common.files import atomic_file
+    from anchor_embedding.common.files import atomic_file, check_place
     from anchor_embedding.common.show import counted
     from anchor_embedding.data.check import check_data, plot_lengths
 
     picture = picture_format(args.plot)
+    if args.plot:
+        check_place(args.plot)
     in_tokens = {"measure": _token_lengths(args.base), "unit": "tokens"} if args.base else {}
     checked = check_data(args.data, **in_tokens)
     print(json.dumps(checked.to_dict()) if args.json else checked)

@@ -18,7 +18,7 @@ def evaluate_command(args: argparse.Namespace) -> None:
     from anchor_embedding.evaluate.benchmark import evaluate_models
     from anchor_embedding.evaluate.scores import scores_table, table_markdown
 
-    scores = evaluate_models(args.models, _tasks(args), args.out, say=say, **_scoring(args))
+    scores = evaluate_models(args.models, args.tasks, args.out, say=say, **_scoring(args))
     print(table_markdown(scores_table(scores)))
     say(f"{args.out}: scores.json of each model, and mteb's own result files")
     _fail_for(scores)
@@ -29,16 +29,11 @@ def sweep_command(args: argparse.Namespace) -> None:
     from anchor_embedding.evaluate.scores import scores_table, table_markdown
     from anchor_embedding.evaluate.sweep import sweep
 
-    scores = sweep(args.run_folder, args.every, _tasks(args), say=say, **_scoring(args))
+    scores = sweep(args.run_folder, args.every, args.tasks, say=say, **_scoring(args))
     print(table_markdown(scores_table(scores)))
     _fail_for(scores)
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60005
-def _tasks(args) -> str | None:
-    "The tasks of `--tasks`; without it all of the folder, or the paper's fifteen."
-    return args.tasks or (None if args.tasks_dir else "subset15")
-
-
 def _scoring(args) -> dict:
     return {
         "data_dir": args.tasks_dir,
@@ -62,12 +57,15 @@ def _fail_for(scored: list[dict]) -> None:
 # %% ../../nbs/cli/60_scoring.ipynb #f60006
 def compare_command(args: argparse.Namespace) -> None:
     "Compare scores with each other and with the paper's, by task and category."
+    from anchor_embedding.common.files import check_place
     from anchor_embedding.evaluate.comparison import compare, same_base
 
+    if args.out:
+        check_place(args.out)
     comparison = compare(args.scores, args.paper or same_base(args.scores))
+    print(comparison)
     if args.out:
         comparison.save(args.out)
-    print(comparison)
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60008
 def add_commands(commands) -> None:

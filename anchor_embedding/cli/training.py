@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .arguments import command, named_settings, note_if_busy, say, user_path
 from ..common.errors import InputError
-from ..common.files import near_path
+from ..common.files import near_path, read_json
 
 # %% ../../nbs/cli/20_training.ipynb #b20004
 def quickstart_command(args: argparse.Namespace) -> None:
@@ -83,8 +83,11 @@ def _comparison_of(run: Path) -> Path | None:
     "The folder of the pipeline or tournament of which a run is a stage; None if it is not one."
     runs = run.resolve().parent
     if runs.name == "runs":
-        if any(run.name.startswith(f"{path.stem}-") for path in runs.glob("*.json")):
-            return runs.parent  # a tournament
+        for path in runs.glob("*.json"):
+            if run.name.startswith(f"{path.stem}-"):
+                # what `study.tournament.enter` writes; a run of one's own may lie beside other files
+                if {"asked", "costs"} <= read_json(path, "remove it").keys():
+                    return runs.parent  # a tournament
         for folder in runs.parents[:2]:  # the runs of a further seed are one folder deeper
             if (folder / "pipeline.toml").exists() and (folder / "pairs.json").exists():
                 return folder
@@ -175,7 +178,7 @@ def _train_on_many(args, recipe, out: Path) -> Path:
         return launch(recipe, args.nproc, out, resume=args.resume, words=words, say=say)
     except WorkerError as error:
         say(f"anchor: {error}")
-        raise SystemExit(1) from None
+        raise SystemExit(error.code if error.stopped else 1) from None
 
 # %% ../../nbs/cli/20_training.ipynb #b20008
 def add_commands(commands) -> None:

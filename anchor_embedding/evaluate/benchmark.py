@@ -300,7 +300,7 @@ def _how_asked(candidate: Candidate, opened: dict) -> str:
 
 def evaluate(
     model: str | os.PathLike | Embedder,  # see `load_model`
-    tasks: str | Sequence[str] | None = "subset15",  # see `local_tasks.open_tasks`
+    tasks: str | Sequence[str] | None = None,  # see `local_tasks.open_tasks`
     # folder for `NAME/scores.json`, and for `results/` in the form for mteb's leaderboard
     out: str | os.PathLike = "evaluations",
     data_dir: str | os.PathLike | None = None,  # tasks as plain files; None = the hub

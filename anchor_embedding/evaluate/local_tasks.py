@@ -29,7 +29,13 @@ from pydantic import (
 from ..common.errors import InputError
 from ..common.settings import first_fault
 from ..data.rows import BadRow, jsonl_rows, qrels_rows
-from .tasks import expand_name, find_tasks, mteb_task, split_names
+from anchor_embedding.evaluate.tasks import (
+    expand_name,
+    find_tasks,
+    mteb_task,
+    split_names,
+    subset15,
+)
 from ..model.text import clean
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #2b686982
@@ -508,13 +514,15 @@ def _task_or_error(name: str, folders: dict[str, Path], data_dir: Path):
 
 
 def open_tasks(
-    names: str | Sequence[str] | None,  # see `split_names`; None = all of `data_dir`
+    # see `split_names`; None = all of `data_dir`, or the paper's fifteen
+    names: str | Sequence[str] | None = None,
     # a folder with a folder for each task; None = data from the hub
     data_dir: str | os.PathLike | None = None,
 ) -> dict:  # name → mteb's task object, or the InputError that says why there is none
     "The tasks of these names. Raises `InputError` for an unknown name, with the nearest names."
     if data_dir is None:
-        return {task.metadata.name: task for task in find_tasks(names or ())}
+        names = "subset15" if names is None else names
+        return {task.metadata.name: task for task in find_tasks(names)}
     data_dir = Path(data_dir)
     folders = _task_folders(data_dir)
     wanted = []

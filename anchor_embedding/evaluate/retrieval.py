@@ -235,6 +235,7 @@ def connected(
 
     def root(name):
         while parent.setdefault(name, name) != name:
+            parent[name] = parent[parent[name]]  # so that later ways are short
             name = parent[name]
         return name
 

@@ -73,7 +73,7 @@ def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
 def sweep(
     run: str | os.PathLike,  # run folder
     every: int = 0,  # steps between evaluated checkpoints; 0 = all
-    tasks: str | Sequence[str] | None = "subset15",
+    tasks: str | Sequence[str] | None = None,  # see `local_tasks.open_tasks`
     data_dir: str | os.PathLike | None = None,
     out: str | os.PathLike | None = None,  # None = `evaluations` in the run folder
     say: Callable[[str], None] = print,

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 # %% ../../nbs/study/70_bench.ipynb #cad67347
 from ..common.errors import InputError
-from ..common.files import write_json
+from ..common.files import check_place, write_json
 from anchor_embedding.common.provenance import (
     device_name,
     dtype_name,
@@ -469,6 +469,8 @@ def bench(
         raise InputError(f"rounds = {rounds}: give at least 1")
     if pairs is not None and pairs < 2:
         raise InputError(f"pairs = {pairs}: give at least 2")
+    if json_file:
+        check_place(json_file)
     disable_progress_bar()
     with base_model(shape, chosen, say) as base:
         request = Request(base, chosen, dtype, pairs)

@@ -220,8 +220,8 @@ def example_searches(
 def finish_report(report: dict, out: Path, say: Callable[[str], None]) -> dict:
     "Write the report and its page; returns the report with its findings."
     report["findings"] = findings(report)
-    write_json(out / "report.json", report)
     html_report(report, out / "report.html")
+    write_json(out / "report.json", report)  # last: with it the run is finished
     say(
         f"{headline(report)}\n{results_table(report).round(3).to_string()}\n"
         f"report: {out / 'report.html'}\nsearch it: {report['search']}"
