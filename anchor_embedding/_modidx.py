@@ -3723,6 +3723,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'anchor_embedding/train/stage.py'),
                                               'anchor_embedding.train.stage._note_lost_lines': ( 'train/stage.html#_note_lost_lines',
                                                                                                  'anchor_embedding/train/stage.py'),
+                                              'anchor_embedding.train.stage._note_no_checkpoints': ( 'train/stage.html#_note_no_checkpoints',
+                                                                                                     'anchor_embedding/train/stage.py'),
                                               'anchor_embedding.train.stage._settings_with_files': ( 'train/stage.html#_settings_with_files',
                                                                                                      'anchor_embedding/train/stage.py'),
                                               'anchor_embedding.train.stage._this_start': ( 'train/stage.html#_this_start',

@@ -29,13 +29,7 @@ from pydantic import (
 from ..common.errors import InputError
 from ..common.settings import first_fault
 from ..data.rows import BadRow, jsonl_rows, qrels_rows
-from anchor_embedding.evaluate.tasks import (
-    expand_name,
-    find_tasks,
-    mteb_task,
-    split_names,
-    subset15,
-)
+from .tasks import expand_name, find_tasks, mteb_task, split_names
 from ..model.text import clean
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #2b686982

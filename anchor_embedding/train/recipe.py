@@ -168,7 +168,7 @@ class RunSettings(BaseModel):
     # saves memory, a third slower; "auto": only if activations would not fit otherwise
     activation_checkpointing: bool | Literal["auto"] = False
     compile: bool = False  # torch.compile
-    checkpoint_every: Natural = 0  # steps; 0 = only at the end
+    checkpoint_every: Natural = 0  # steps; 0 = none but after a signal to stop
     keep_checkpoints: Natural = 0  # how many of the newest; 0 = all
     eval_every: Natural = 0  # steps; 0 = never
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also receives the metrics
