@@ -38,6 +38,7 @@ from anchor_embedding.common.settings import (
     settings_of,
 )
 from ..common.show import rows_html
+from ..data.batches import SHIPPED, parse_sampling
 from ..model.text import is_prompt
 from anchor_embedding.objectives.objective import (
     Objective,
@@ -50,14 +51,16 @@ from anchor_embedding.objectives.objective import (
 # %% ../../nbs/train/10_recipe.ipynb #80d684b1
 def _are_ratios(entries):
     "Whether these are `dataset=ratio` entries, each dataset once."
-    names = [entry.rpartition("=")[0] for entry in entries]
-    well_formed = all(re.fullmatch(r".+=(\d+\.?\d*|\.\d+)", entry) for entry in entries)
-    return well_formed and len(set(names)) == len(names)
+    try:
+        parse_sampling(entries)
+    except InputError:
+        return False
+    return True
 
 
 def _is_instructions(name):
     "Whether `name` is a built-in set of instructions or the path of a table of them."
-    return name in ("none", "paper", "as_released") or name.endswith((".csv", ".toml"))
+    return name in SHIPPED or name.endswith((".csv", ".toml"))
 
 
 FOLDER = obeys(
