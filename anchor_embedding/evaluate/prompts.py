@@ -67,6 +67,18 @@ def gets_instruction(
     return side != "document" or _family(metadata.name) in _DUPLICATES
 
 
+# where the released code words it otherwise than Table 13
+_RELEASED = {
+    "amazoncounterfactualclassification": (
+        "Classify a given Amazon customer review text as either counterfactual or notcounterfactual"
+    ),
+    "massivescenarioclassification": "Given a user utterance as query, find the user scenarios",
+    "mtopdomainclassification": (
+        "Classify the intent domain of the given utterance in task-oriented conversation"
+    ),
+}
+
+
 def _mteb_instruction(metadata, side: str | None, generic: bool) -> str | None:
     "The task's own prompt; else the prompt of its type, for a task of mteb or with `generic`."
     from mteb.abstasks.abstask import get_abstask_prompt
@@ -127,7 +139,9 @@ class PromptStyle:
         # a document of a task whose queries have an instruction has none, or its own
         asked = self._of_task(metadata, "query" if side == "document" else side)
         if asked:
-            own = gets_instruction(metadata, side)
+            # in the released code, what mteb calls a document has none
+            bare = self.name == "as_released" and side == "document"
+            own = gets_instruction(metadata, side) and not bare
             return self._of_task(metadata, side) if own else None
         instruction, both = self.fallback or (None, False)
         return instruction if both or side == "query" else None
@@ -135,6 +149,8 @@ class PromptStyle:
     def _of_task(self, metadata, side: str | None) -> str | None:
         "The paper's or mteb's instruction for a task."
         papers = None if self.name in ("mteb", "file") else paper_instruction(metadata.name)
+        if self.name == "as_released":
+            papers = _RELEASED.get(_family(metadata.name), papers)
         return papers or _mteb_instruction(metadata, side, self.generic)
 
     def instructions(self, metadata) -> dict[str, str | None]:
