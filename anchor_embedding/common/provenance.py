@@ -87,7 +87,8 @@ def device_name(
         return torch.cuda.get_device_name(device)
     processor = processor_name()
     name = f"{platform.machine()} ({processor})" if processor else platform.machine()
-    return f"{device.type} {name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{device.type} {name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def dtype_name(
