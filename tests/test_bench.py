@@ -108,7 +108,6 @@ def test_a_model_that_does_not_fit_is_refused():
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"rounds": 0}, "rounds = 0"),
         ({"pairs": 1}, "pairs = 1"),
-        ({"json_file": "/proc/nowhere/bench.json"}, "cannot write /proc/nowhere/bench.json"),
     ],
 )
 def test_wrong_requests_are_one_sentence(wrong, message):
@@ -118,6 +117,12 @@ def test_wrong_requests_are_one_sentence(wrong, message):
         )
     said = str(caught.value)
     assert message in said and "\n" not in said and said.count("known: ") < 2
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_measurement(monkeypatch):
+    monkeypatch.setattr(bench, "base_model", None)  # nothing is measured
+    with pytest.raises(InputError, match="cannot write /proc/nowhere/bench.json"):
+        bench.bench("stage1", "tiny", json_file="/proc/nowhere/bench.json", say=quiet)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("bench_*.json")), ids=lambda path: path.stem)
