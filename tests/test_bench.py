@@ -122,7 +122,7 @@ def test_wrong_requests_are_one_sentence(wrong, message):
 def test_a_place_that_cannot_be_written_is_found_before_the_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "base_model", None)  # nothing is measured
     (tmp_path / "notes").write_text("a file")
-    with pytest.raises(InputError, match="cannot write .*notes/bench.json"):
+    with pytest.raises(InputError, match=r"cannot write .*notes/bench\.json"):
         bench.bench("stage1", "tiny", json_file=tmp_path / "notes" / "bench.json", say=quiet)
 
 
