@@ -113,6 +113,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/cli/training.py'),
                                                'anchor_embedding.cli.training._find_run': ( 'cli/training.html#_find_run',
                                                                                             'anchor_embedding/cli/training.py'),
+                                               'anchor_embedding.cli.training._is_of_tournament': ( 'cli/training.html#_is_of_tournament',
+                                                                                                    'anchor_embedding/cli/training.py'),
                                                'anchor_embedding.cli.training._note_length': ( 'cli/training.html#_note_length',
                                                                                                'anchor_embedding/cli/training.py'),
                                                'anchor_embedding.cli.training._recipe_of_run': ( 'cli/training.html#_recipe_of_run',

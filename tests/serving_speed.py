@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 
 from anchor_embedding.common.provenance import device_name, installed_versions, source_commit
 from anchor_embedding.data.docstrings import docstring_pairs
-from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.embed.export import QUERY_INSTRUCTION
+from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder
 from anchor_embedding.embed.onnx import ONNX_FILE
 
 PACKAGES = ("python", "torch", "transformers", "sentence_transformers", "onnxruntime", "onnxscript")

@@ -15,8 +15,7 @@ from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
 from anchor_embedding.embed.batch_encoder import BatchEncoder
 from anchor_embedding.embed.corpus import Corpus, CorpusSettings, encode_corpus
-from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.embed.export import default_instructions
+from anchor_embedding.embed.embedder import Embedder, default_instructions
 from anchor_embedding.embed.index import Index, build_index
 from anchor_embedding.embed.reading import generate, reading_report, reconstruction_losses
 from anchor_embedding.evaluate.anchors import effective_rank

@@ -304,8 +304,9 @@ def test_a_run_beside_any_json_file_is_resumed_by_itself(tmp_path):
     """`runs/NAME` is where runs go, and a measurement may be `runs/OTHER.json`."""
     run = tmp_path / "runs" / "stage1-long"
     run.mkdir(parents=True)
-    run.with_name("stage1.json").write_text('{"contests": {}}')
-    assert training._comparison_of(run) is None
+    for content in ('{"contests": {}}', "[1]", "no JSON"):
+        run.with_name("stage1.json").write_text(content)
+        assert training._comparison_of(run) is None
     run.with_name("stage1.json").write_text('{"asked": {}, "costs": {}}')
     assert training._comparison_of(run) == tmp_path
 

@@ -17,8 +17,8 @@ from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed import onnx
-from anchor_embedding.embed.embedder import Embedder
-from anchor_embedding.embed.export import QUERY_INSTRUCTION, export_embedder
+from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder
+from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.model.bidirectional import set_attention
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora

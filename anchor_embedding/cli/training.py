@@ -9,6 +9,7 @@ __all__ = ['quickstart_command', 'train_command', 'add_commands']
 import argparse
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from .arguments import command, named_settings, note_if_busy, say, user_path
@@ -79,15 +80,20 @@ def train_command(args: argparse.Namespace) -> None:
                 say(reading)
 
 
+def _is_of_tournament(path: Path) -> bool:
+    "Whether a JSON file beside a run is what `study.tournament.enter` writes."
+    with suppress(InputError):  # another file of the user's
+        return {"asked", "costs"} <= read_json(path, "").keys()
+    return False
+
+
 def _comparison_of(run: Path) -> Path | None:
     "The folder of the pipeline or tournament of which a run is a stage; None if it is not one."
     runs = run.resolve().parent
     if runs.name == "runs":
-        for path in runs.glob("*.json"):
-            if run.name.startswith(f"{path.stem}-"):
-                # what `study.tournament.enter` writes; a run of one's own may lie beside other files
-                if {"asked", "costs"} <= read_json(path, "remove it").keys():
-                    return runs.parent  # a tournament
+        beside = [path for path in runs.glob("*.json") if run.name.startswith(f"{path.stem}-")]
+        if any(map(_is_of_tournament, beside)):
+            return runs.parent
         for folder in runs.parents[:2]:  # the runs of a further seed are one folder deeper
             if (folder / "pipeline.toml").exists() and (folder / "pairs.json").exists():
                 return folder

@@ -196,7 +196,7 @@ def _note_cut_texts(embedder, source: Path, settings) -> None:
 
 def _note_bare_texts(embedder, settings) -> None:
     "Say if texts get no instruction, although documents had one in training."
-    from anchor_embedding.embed.export import default_instructions
+    from anchor_embedding.embed.embedder import default_instructions
 
     if settings.instruction:
         return

@@ -34,7 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def _is_part(place: Path, path: Path) -> bool:
-    "Whether `place` is `path`, its temporary name, something below one of these, or a folder above."
+    "Whether `place` is `path`, its temporary name, or something below or above one of these."
     if place in path.parents:
         return True
     if path.parent not in place.parents:

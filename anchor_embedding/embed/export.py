@@ -30,7 +30,6 @@ from anchor_embedding.embed.embedder import (
     name_base,
     write_settings,
 )
-from .embedder import QUERY_INSTRUCTION as QUERY_INSTRUCTION  # for its users
 from .onnx import check_packages, write_onnx
 from ..model.base import resolve_base
 from ..model.decoder import check_positions

@@ -13,7 +13,7 @@ from functools import cache
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #f6783fbc
 from ..common.errors import InputError
-from ..embed.export import default_instructions
+from ..embed.embedder import default_instructions
 from .tasks import mteb_task, read_table, training_tasks
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #4d8ff057
