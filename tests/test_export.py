@@ -23,10 +23,9 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.provenance import find_cards
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
-from anchor_embedding.embed.embedder import Embedder, load_embedder
+from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder, load_embedder
 from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.embed.export import (
-    QUERY_INSTRUCTION,
     check_tokenizer,
     export_embedder,
     push_to_hub,
