@@ -186,8 +186,23 @@ def test_early_stages():
         assert whole.differences(recipe) == {
             "steps": (1000, 125),
             "schedule_steps": (0, 1000),
-            "checkpoint_every": (0, 25),
+            "checkpoint_every": (500, 25),
         }
+
+
+def test_long_runs_keep_checkpoints():
+    """A shipped run of 500 steps or more that is killed does not have to begin again."""
+    runs = dict(STAGES)
+    for name, shipped in ALL.items():
+        if isinstance(shipped, Pipeline):
+            runs |= {
+                f"{name}: {arm}/{stage.name}": stage
+                for arm in shipped.arms
+                for stage in shipped.arm(arm)
+            }
+    long = {name: run for name, run in runs.items() if run.steps >= 500}
+    assert len(long) > 20
+    assert [name for name, run in long.items() if not 0 < run.checkpoint_every < run.steps] == []
 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.2-3b"])
