@@ -26,6 +26,7 @@ from anchor_embedding.data.rows import (
     ending_of,
     entries_beside,
     file_lines,
+    is_readable,
     jsonl_rows,
     open_binary,
     parquet_rows,
@@ -72,21 +73,9 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict | BadR
     return _text_rows(path)
 
 
-def _is_readable(file: Path) -> bool:
-    "Whether a file of a folder holds texts. Raises `InputError` for a broken link."
-    if not ending_of(file, _ROWS + _LINES) or file.name.startswith("."):
-        return False
-    if file.is_symlink() and not file.exists():
-        raise InputError(
-            f"{file}: is a link to a file that is not there; put the file in its place, or remove "
-            "this one"
-        )
-    return file.is_file()
-
-
 def _in_folder(folder: Path) -> list[Path]:
     "The files of a folder that hold texts; in a BEIR folder the corpus, not the queries beside it."
-    files = [file for file in sorted(folder.iterdir()) if _is_readable(file)]
+    files = [file for file in sorted(folder.iterdir()) if is_readable(file, _ROWS + _LINES)]
     return [file for file in files if file.name in _CORPUS][:1] or files
 
 
@@ -198,18 +187,13 @@ def read_documents(
     place = 0
     named = None
     for path in find_files(source):
-        try:
+        with reached(path):
             for where, row in _rows(path, columns):
                 document = _document(row, where, place, columns, named, ids)
                 if named is None:
                     named = any(row.get(name) is not None for name in ID)
                 place += 1
                 yield document
-        except OSError as error:
-            raise InputError(
-                f"{path}: cannot be read ({error.strerror or error}); check the file and its "
-                "permissions"
-            ) from None
     if not place:
         raise InputError(f"{source}: there are no texts in it; give a file that has some")
 

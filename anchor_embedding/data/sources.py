@@ -25,6 +25,7 @@ from anchor_embedding.data.rows import (
     csv_pairs,
     ending_of,
     entries_beside,
+    is_readable,
     jsonl_rows,
     open_binary,
     parquet_rows,
@@ -167,7 +168,7 @@ def _parts(source: str | os.PathLike) -> list[Part]:
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return [_saved_part(path)]
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    readable = [file for file in files if _is_readable(file)]
+    readable = [file for file in files if is_readable(file, _READERS)]
     if not readable and path.is_dir():
         raise InputError(
             f"{path}: no file in this folder can be read; put {_FORMATS} files into it"
@@ -176,16 +177,6 @@ def _parts(source: str | os.PathLike) -> list[Part]:
         raise InputError(f"{path}: unknown kind of file; save it as one of {_FORMATS}")
     check_names(readable, _READERS)
     return [_file_part(file) for file in readable]
-
-
-def _is_readable(file):
-    "Whether a file of a folder holds pairs. Raises `InputError` for one that cannot be read."
-    if not ending_of(file, _READERS) or file.name.startswith(".") or file.is_dir():
-        return False
-    if not file.is_file():
-        fault = "is a link to a file that is not there" if file.is_symlink() else "is not a file"
-        raise InputError(f"{file}: {fault}; put the file in its place, or remove this one")
-    return True
 
 
 def not_read(source: str | os.PathLike) -> list[str]:  # names
@@ -223,7 +214,7 @@ def part_examples(
     good = 0
     bad = 0
     first = None
-    try:
+    with reached(part.name):
         for where, row in part.rows(opened):
             try:
                 if isinstance(row, BadRow):
@@ -238,12 +229,6 @@ def part_examples(
             else:
                 good += len(examples)
                 yield from examples
-    except OSError as error:
-        place = error.filename or part.name
-        why = error.strerror or error
-        raise InputError(
-            f"{place}: cannot be read ({why}); check the file and its permissions"
-        ) from None
     if not good:
         skipped = f" ({bad} bad rows skipped; the first: {first})" if bad else ""
         raise InputError(f"{part.name}: the file has no rows{skipped}; remove it or fill it")
