@@ -185,6 +185,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files._temporary': ( 'common/files.html#_temporary',
                                                                                              'anchor_embedding/common/files.py'),
+                                               'anchor_embedding.common.files.add_result': ( 'common/files.html#add_result',
+                                                                                             'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.atomic_file': ( 'common/files.html#atomic_file',
                                                                                               'anchor_embedding/common/files.py'),
                                                'anchor_embedding.common.files.atomic_folder': ( 'common/files.html#atomic_folder',

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['disk_errors', 'sync', 'atomic_file', 'refuse_here', 'atomic_folder', 'leftovers', 'write_text', 'write_json',
-           'check_place', 'near_path', 'finite', 'read_json', 'file_stamp', 'locked', 'unnamed_file', 'cache_folder']
+           'check_place', 'near_path', 'finite', 'read_json', 'file_stamp', 'locked', 'add_result', 'unnamed_file',
+           'cache_folder']
 
 # %% ../../nbs/common/10_files.ipynb #a6fdb85d
 import ctypes
@@ -351,6 +352,22 @@ def locked(
         yield
     finally:
         lock.release()
+
+# %% ../../nbs/common/10_files.ipynb #2be8a87f
+def add_result(
+    path: Path,  # JSON, part → name → result; made if it is not there
+    part: str,
+    name: str,
+    result,
+    lock: Path,  # the lock file of the processes that write to it
+    **facts,  # other entries of the file, written anew
+) -> None:
+    "Add a result to a file that several processes write to, completely or not at all."
+    with locked(lock, "waiting for {holder}, which writes results", print):
+        kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        kept |= facts
+        kept[part] = kept.get(part, {}) | {name: result}
+        write_json(path, kept)
 
 # %% ../../nbs/common/10_files.ipynb #10ced005
 @contextmanager
