@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -21,12 +23,14 @@ from notebook_checks import ROOT, find_notebooks
 
 from anchor_embedding import __version__
 from anchor_embedding.cli.main import _finished_work, _parser, _spread, main
+from anchor_embedding.cli.scoring import compare_command
 from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import PROSE, tiny_tokenizer
 from anchor_embedding.embed.corpus import Corpus
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
 from anchor_embedding.embed.search import search_corpus
+from anchor_embedding.evaluate import comparison
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.study.budget import contestants
 from anchor_embedding.train import recipe_files
@@ -1028,6 +1032,21 @@ def test_output_that_cannot_be_written_is_no_bug(tmp_path):
         text=True,
     )
     assert done.returncode == 0 and r"\xfc.jsonl" in done.stdout
+
+
+def test_a_comparison_is_kept_whoever_reads_it(tmp_path, monkeypatch, capsys):
+    """`anchor compare --out FILE | head` writes the file; one that cannot be written is shown."""
+    made = SimpleNamespace(save=lambda path: path.write_text("table"))
+    monkeypatch.setattr(comparison, "compare", lambda *arguments: made)
+    args = SimpleNamespace(scores=[], paper="a", out=tmp_path / "table.md")
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
+        compare_command(args)
+    assert args.out.read_text() == "table"
+    made.save = Mock(side_effect=InputError("no room"))
+    with pytest.raises(InputError):
+        compare_command(args)
+    assert capsys.readouterr().out == f"{made}\n"
 
 
 @pytest.mark.parametrize(

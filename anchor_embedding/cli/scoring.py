@@ -63,9 +63,11 @@ def compare_command(args: argparse.Namespace) -> None:
     if args.out:
         check_place(args.out)
     comparison = compare(args.scores, args.paper or same_base(args.scores))
-    print(comparison)
-    if args.out:
-        comparison.save(args.out)
+    try:
+        if args.out:
+            comparison.save(args.out)
+    finally:  # so that neither is lost if the other cannot be written
+        print(comparison)
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60008
 def add_commands(commands) -> None:
