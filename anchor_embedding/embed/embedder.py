@@ -379,8 +379,8 @@ def default_instructions(
     if not table:
         return {"query": ""}
     different = list(dict.fromkeys(one for choices in table.values() for one in choices))
-    if len(different) > 1 and QUERY_INSTRUCTION in different:
-        return {"query": QUERY_INSTRUCTION}
+    if QUERY_INSTRUCTION in different:
+        different = [QUERY_INSTRUCTION]
     if len(different) > 1:
         raise InputError(
             f"the model was trained with {len(different)} instructions ({different[0]!r}, "
