@@ -69,7 +69,9 @@ def find_base(
     if origin and readme.is_file():
         text = readme.read_text(encoding="utf-8", errors="replace")
         if text.startswith("---"):
-            license = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+            with suppress(Exception):  # a line above a text is no header; broken YAML is none
+                data = ModelCard(text, ignore_metadata_errors=True).data
+                license = data.to_dict().get("license")
     known = {"name": name, "license": "apache-2.0" if name == SMOLLM2 else license}
     return {key: value for key, value in known.items() if value}
 
