@@ -1034,6 +1034,20 @@ def test_output_that_cannot_be_written_is_no_bug(tmp_path):
     assert done.returncode == 0 and r"\xfc.jsonl" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "work"),
+    [
+        ("compare scores.json --out file/table.md", "evaluate.comparison.compare"),
+        ("check --data pairs --plot file/lengths.png", "data.check.check_data"),
+    ],
+)
+def test_a_place_is_looked_at_before_the_work(words, work, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(f"anchor_embedding.{work}", None)
+    assert "cannot write file/" in failure(capsys, *words.split())
+
+
 def test_a_comparison_is_kept_whoever_reads_it(tmp_path, monkeypatch, capsys):
     """`anchor compare --out FILE | head` writes the file; one that cannot be written is shown."""
     made = SimpleNamespace(save=lambda path: path.write_text("table"))
