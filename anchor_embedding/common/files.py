@@ -98,10 +98,12 @@ def _aside(path: Path, make: Callable[[Path], None]):
 
 
 def sync(path: Path) -> None:
-    "Return when a file or the entries of a folder are on the disk."
+    "Return when a file or the entries of a folder are on the disk. Errors name the path."
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(handle)
 
