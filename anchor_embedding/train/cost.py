@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEAN_LENGTHS', 'FREE', 'lora_maps', 'trained_parameters', 'pair_tokens', 'forward_flops', 'step_flops', 'layer_bytes',
-           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'longest_row', 'largest_budget', 'decide',
-           'choice_in_words']
+           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'disk_bytes', 'longest_row', 'largest_budget',
+           'decide', 'choice_in_words']
 
 # %% ../../nbs/train/18_cost.ipynb #c057a003
 import json
@@ -252,6 +252,20 @@ def memory(
         "activations": activation_bytes(recipe, shape, at_once),
         "logits": 16 * min(CHUNK_LOGITS, at_once * shape.vocab_size) * recipe.objective.uses_head,
     }
+
+# %% ../../nbs/train/18_cost.ipynb #3dc8e05c
+def disk_bytes(
+    recipe: Recipe, parameters: int, trained: int
+) -> dict[str, float]:  # "checkpoint", "result", "all"
+    "Bytes on disk of a checkpoint, of the final model, and of the whole run."
+    result = 4 * parameters
+    checkpoint = 8 * trained + (4 * trained if recipe.tuning == "lora" else result)
+    # one after the last step too
+    written = math.ceil(recipe.steps / recipe.checkpoint_every) if recipe.checkpoint_every else 0
+    kept = min(written, recipe.keep_checkpoints or written)
+    at_once = min(written, kept + 1)  # an old one is removed after the new one is complete
+    most = max(at_once * checkpoint, kept * checkpoint + result)
+    return {"checkpoint": checkpoint, "result": result, "all": most}
 
 # %% ../../nbs/train/18_cost.ipynb #c057a008
 FREE = 0.1  # of a GPU's memory, for what this arithmetic leaves out

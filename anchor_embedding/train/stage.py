@@ -11,6 +11,7 @@ __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'mak
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from .cost import disk_bytes
 from .inputs import batch_plan
 from anchor_embedding.train.prepare import (
     BatchesAhead,
@@ -370,6 +372,19 @@ def _note_no_checkpoints(run: Training) -> None:
         )
 
 
+def _note_little_room(run: Training) -> None:
+    "Say if the disk has no room for what a new run will write."
+    if run.first or not run.main:
+        return
+    needed = disk_bytes(run.recipe, *run.parameters.values())["all"]
+    free = shutil.disk_usage(run.folder.path).free
+    if needed > free:
+        run.say(
+            f"note: the run will write {needed / 1e9:.1f} GB, and {run.folder.path} has room for "
+            f"{free / 1e9:.1f} GB; free space, or change checkpoint_every or keep_checkpoints"
+        )
+
+
 def prepare(
     run: Training,
     examples: Sequence[Example] | None,
@@ -577,6 +592,7 @@ def train(
             "or name tasks with --eval-tasks or --tasks-dir"
         )
     _note_no_checkpoints(run)
+    _note_little_room(run)
     try:
         begin_run(run)
         run.say(f"{recipe.name}: {run_in_words(run)}")
