@@ -25,6 +25,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments._remedy': ( 'cli/arguments.html#_remedy',
                                                                                             'anchor_embedding/cli/arguments.py'),
+                                                'anchor_embedding.cli.arguments._setting': ( 'cli/arguments.html#_setting',
+                                                                                             'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments.command': ( 'cli/arguments.html#command',
                                                                                             'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments.load_named_model': ( 'cli/arguments.html#load_named_model',

@@ -144,18 +144,41 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += "; " + closest(choice[1], re.findall("'(.*?)'", choice[2]), "see --help")
         if unknown:
-            message += "; " + _remedy(unknown[1].split(), _options(self))
+            message += "; " + _remedy(unknown[1].split(), self)
         super().error(message)
 
 
-def _remedy(words: list[str], known: set[str]) -> str:
-    "The remedy for words that a command does not know, given the options of all commands."
-    if not words[0].startswith("--"):
-        return "write --set before settings" if "=" in words[0] else "see --help"
-    option = words[0].partition("=")[0]
+def _remedy(words: list[str], parser: Parser) -> str:
+    "The remedy for words that a command does not know."
+    option, equals, value = words[0].partition("=")
+    if not option:
+        return "write a setting without spaces: --set KEY=VALUE"
+    if not option.startswith("--"):
+        return "write --set before settings" if equals else "see --help"
+    if setting := _setting(option, parser):
+        if not equals and len(words) > 1:
+            value = words[1]
+        return f"write --set {setting}={value or 'VALUE'}"
+    known = _options(parser)
     if option in known:
         return f"{option} belongs to another command; see --help"
     return closest(option, known, "see --help")
+
+
+def _setting(option: str, parser: Parser) -> str | None:
+    "The setting of recipes that an option is called after, if the command has `--set`."
+    from anchor_embedding.train.recipe import kind_of
+
+    (commands,) = parser._subparsers._group_actions
+    name = next((word for word in parser.arguments if word in commands.choices), None)
+    if name is None or "--set" not in commands.choices[name]._option_string_actions:
+        return None
+    setting = option.removeprefix("--").replace("-", "_")
+    try:
+        kind_of(setting)
+    except InputError:
+        return None
+    return setting
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
