@@ -69,8 +69,14 @@ def _text_of(row, names, where):
     # null where the rows of several sources were joined
     key = next((name for name in present if row[name] is not None), present[0])
     if not isinstance(row[key], str):
+        one = "a row for each of its texts" if isinstance(row[key], list) else "it as a string"
         raise InputError(
-            f"{where}: {key!r} must be a text, but it is {_kind(row[key])}; write it as a string"
+            f"{where}: {key!r} must be a text, but it is {_kind(row[key])}; write {one}"
+        )
+    if key == "pos" and holds_list(row[key]):
+        raise InputError(
+            f"{where}: 'pos' is one text that holds a list, as a CSV file keeps a list; write the "
+            "list itself"
         )
     if not row[key].strip():
         raise InputError(f"{where}: {key!r} is empty; fill it in or remove the row")
