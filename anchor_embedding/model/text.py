@@ -417,14 +417,19 @@ class TextTokenizer:
 
 # %% ../../nbs/model/10_text.ipynb #ff912a6c
 def list_of_texts(texts: Sequence[str]) -> list[str]:
-    """The texts as a list. Raises `InputError` for one string, and for what is iterable but is no
-    list of texts, such as a table, whose items are the names of its columns.
+    """The texts as a list. Raises `InputError` for one string, for what is not iterable, and for
+    what is iterable but is no list of texts, such as a table, whose items are the names of its
+    columns.
     """
     if isinstance(texts, str):
         raise InputError("expected a list of texts, but this is one string: put it into a list")
     if texts is None or isinstance(texts, dict | set | bytes) or hasattr(texts, "columns"):
         raise InputError(f"expected a list of texts, not a {type(texts).__name__}")
-    return list(texts)
+    try:
+        iterator = iter(texts)
+    except TypeError:
+        raise InputError(f"expected a list of texts, not one {type(texts).__name__}") from None
+    return list(iterator)
 
 
 def one_for_each(
