@@ -60,6 +60,11 @@ def parse_value(key: str, text: str, kind):
         except ValueError:
             continue
         return check_setting(key, value, kind)  # the type is right; the value may still be refused
+    if any(typing.get_origin(option) is tuple for option in _options(kind)):
+        raise InputError(
+            f"`{key}` = {text!r}: must be a list; write its items with commas between, without "
+            f"brackets: {key}=A,B"
+        )
     return check_setting(key, text, kind)
 
 
