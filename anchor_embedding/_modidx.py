@@ -381,6 +381,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'anchor_embedding/data/batches.py'),
                                                'anchor_embedding.data.batches.Instructions.has': ( 'data/batches.html#instructions.has',
                                                                                                    'anchor_embedding/data/batches.py'),
+                                               'anchor_embedding.data.batches.Instructions.lack': ( 'data/batches.html#instructions.lack',
+                                                                                                    'anchor_embedding/data/batches.py'),
                                                'anchor_embedding.data.batches.Instructions.missing': ( 'data/batches.html#instructions.missing',
                                                                                                        'anchor_embedding/data/batches.py'),
                                                'anchor_embedding.data.batches.Instructions.named': ( 'data/batches.html#instructions.named',

@@ -231,6 +231,21 @@ class Instructions:
         "The datasets without an instruction, if any dataset has one; in alphabetical order."
         return sorted(name for name in datasets if not self.has(name)) if self.table else []
 
+    def lack(self, datasets: Iterable[str]) -> str:  # a sentence, or ""
+        """Which datasets have no instruction, if any dataset should have one, and which names of a
+        file of one's own are those of no dataset.
+        """
+        datasets = {*datasets}
+        if not (without := self.missing(datasets)):
+            return ""
+        sentence = f"no instruction for {', '.join(without)} in instructions = {self.source!r}"
+        used = datasets | {re.sub(r"_split[12]$", "", name) for name in datasets}
+        unused = sorted(self.table.keys() - used)
+        if self.source in SHIPPED or not unused:
+            return sentence
+        more = ", …" if len(unused) > 3 else ""
+        return f"{sentence}; it names {', '.join(unused[:3])}{more}, and there is no such dataset"
+
     @classmethod
     def none(cls) -> "Instructions":
         "No instructions, as in Stage I."

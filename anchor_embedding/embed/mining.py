@@ -438,9 +438,8 @@ def mine_negatives(
     extra = read_corpus(corpus, progress)
     store = open_examples(source, on_bad_row, progress, say)
     instructions = instructions or Instructions.none()
-    if without := instructions.missing(store.rows):
-        names = ", ".join(without)
-        say(f"note: no instruction for {names} in instructions = {instructions.source!r}")
+    if lack := instructions.lack(store.rows):
+        say(f"note: {lack}")
     scorer_for, scorer_facts = load_scorer(model, dtype, extra.corpus, device, max_length)
     if not instructions.table and _trained_with(model) not in (None, "none"):
         say(

@@ -315,11 +315,8 @@ def make_data(
     plan = batch_plan(recipe, examples) if plan is None else plan
     stored = isinstance(examples, ExampleStore)
     instructions = Instructions.named(recipe.instructions)
-    if bare := instructions.missing(plan.rows):
-        warnings.warn(
-            f"no instruction for {', '.join(bare)} in instructions = {recipe.instructions!r}",
-            stacklevel=2,
-        )
+    if lack := instructions.lack(plan.rows):
+        warnings.warn(lack, stacklevel=2)
     training_tokenizer = _training_tokenizer(recipe, tokenizer)
     _check_instructions(training_tokenizer, examples, plan, instructions)
     source = {
