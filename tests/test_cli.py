@@ -397,10 +397,8 @@ def test_resuming_says_from_where_and_names_what_has_changed(base, pairs, capsys
     assert "learning_rate was 4e-05 and is now 1.0, alpha was 0.2 and is now 0.5" in message, (
         message
     )
-    assert (
-        main(arguments("token_budget=64", "keep_checkpoints=1", "activation_checkpointing=true"))
-        == 0
-    )
+    changes = ["checkpoint_every=0", "keep_checkpoints=1", "token_budget=64"]
+    assert main(arguments(*changes, "activation_checkpointing=true")) == 0
     assert "resumes from step 2" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000002"]
 
