@@ -53,8 +53,8 @@ def ending_of(path: Path, endings: Collection[str]) -> str | None:
 
 
 def is_readable(file: Path, endings: Collection[str]) -> bool:
-    """Whether a file of a folder is to be read: it has one of these endings and is not hidden. Raises
-    `InputError` for one that cannot be.
+    """Whether a file of a folder is to be read: it has one of these endings and is not hidden.
+    Raises `InputError` for one that cannot be read.
     """
     if not ending_of(file, endings) or file.name.startswith(".") or file.is_dir():
         return False
