@@ -158,22 +158,34 @@ def _remedy(words: list[str], parser: Parser) -> str:
     if setting := _setting(option, parser):
         if not equals and len(words) > 1:
             value = words[1]
+        if setting != _key(option):  # which may have another unit
+            value = ""
         return f"write --set {setting}={value or 'VALUE'}"
-    known = _options(parser)
-    if option in known:
+    if option in _options(parser):
         return f"{option} belongs to another command; see --help"
-    return closest(option, known, "see --help")
+    return closest(option, _options(_called(parser) or parser), "see --help")
+
+
+def _called(parser: Parser) -> argparse.ArgumentParser | None:
+    "The parser of the command that was called, if any was."
+    (commands,) = parser._subparsers._group_actions
+    name = next((word for word in parser.arguments if word in commands.choices), None)
+    return commands.choices.get(name)
+
+
+def _key(option: str) -> str:
+    "An option as the name of a setting."
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _setting(option: str, parser: Parser) -> str | None:
     "The setting of recipes that an option is called after, if the command has `--set`."
-    from anchor_embedding.train.recipe import kind_of
+    from anchor_embedding.train.recipe import ELSEWHERE, kind_of
 
-    (commands,) = parser._subparsers._group_actions
-    name = next((word for word in parser.arguments if word in commands.choices), None)
-    if name is None or "--set" not in commands.choices[name]._option_string_actions:
+    called = _called(parser)
+    if called is None or "--set" not in _options(called):
         return None
-    setting = option.removeprefix("--").replace("-", "_")
+    setting = ELSEWHERE.get(_key(option), _key(option))
     try:
         kind_of(setting)
     except InputError:
