@@ -43,20 +43,24 @@ from ..train.inputs import batch_plan
 from ..train.pipeline import Pipeline, from_toml
 from ..train.prepare import model_digest, prepare_tokenizer
 from ..train.recipe_files import load_recipe
+from ..train.runs import MAY_CHANGE
 
 # %% ../../nbs/study/50_pipeline.ipynb #f2f29c6c
 def _changes(before: Pipeline, now: Pipeline) -> str:
-    "What differs between two pipelines, in words; a setting that several stages have once."
+    """What differs between two pipelines, in words, except what a run may change (`MAY_CHANGE`); a
+    setting that several stages have is named once.
+    """
     changes = [
         f"{key} was {old!r} and is now {new!r}"
         for stage in before.stages.keys() & now.stages.keys()
         for key, (old, new) in before.stages[stage].differences(now.stages[stage]).items()
+        if key not in MAY_CHANGE
     ]
     old = before.to_dict()
     new = now.to_dict()
     changes += [
         f"{key} was {old[key]!r} and is now {new[key]!r}"
-        for key in ("arms", "evaluation", "name", "description")
+        for key in ("arms", "evaluation", "name")
         if old[key] != new[key]
     ]
     return ", ".join(sorted(set(changes)))
@@ -72,9 +76,8 @@ def check_pipeline_folder(out: Path, pipeline: Pipeline) -> None:
     if (out / "report.json").exists():
         raise InputError(f"{out} already holds a finished run; choose another --out or remove it")
     begun = any((out / "runs").glob("*/"))
-    text = kept.read_text(encoding="utf-8") if begun and kept.exists() else pipeline.to_toml()
-    if text != pipeline.to_toml():
-        changes = _changes(from_toml(text, str(kept)), pipeline)
+    before = kept.read_text(encoding="utf-8") if begun and kept.exists() else pipeline.to_toml()
+    if changes := _changes(from_toml(before, str(kept)), pipeline):
         raise InputError(
             f"{out} holds an unfinished run with other settings ({kept}: {changes}); go on with "
             "those it began with, or choose another --out"
