@@ -27,7 +27,7 @@ from anchor_embedding.data.examples import (
     hash64,
     raw_negatives,
 )
-from .rows import BadRow, is_read
+from .rows import BadRow, is_pair_column
 from .sources import Part, find_parts, held_out_files, not_read
 from .store import LISTED, ExampleStore, counted_parts
 from ..model.text import clean
@@ -112,7 +112,7 @@ def _unused(row: dict) -> list[str]:
     twice = []
     for names in (QUERY, ("positive_passages", *POSITIVE)):
         twice += [name for name in names if row.get(name) is not None][1:]
-    return [name for name in row if not is_read(name)] + twice
+    return [name for name in row if not is_pair_column(name)] + twice
 
 
 def _check_part(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BadRow', 'open_binary', 'reached', 'ending_of', 'is_readable', 'entries_beside', 'check_names', 'file_lines',
-           'jsonl_rows', 'csv_rows', 'csv_pairs', 'is_read', 'parquet_rows', 'arrow_rows', 'qrels_rows', 'beir_rows']
+           'jsonl_rows', 'csv_rows', 'csv_pairs', 'is_pair_column', 'parquet_rows', 'arrow_rows', 'qrels_rows',
+           'beir_rows']
 
 # %% ../../nbs/data/12_rows.ipynb #60e50003
 import csv
@@ -252,13 +253,13 @@ def csv_pairs(path, opened):
         yield where, row if isinstance(row, BadRow) else _with_lists(row)
 
 # %% ../../nbs/data/12_rows.ipynb #039c5477
-def is_read(name):
+def is_pair_column(name):
     "Whether a column of this name is part of an example."
     others = ("dataset", "label", "positive_passages", "negative_passages")
     return name in (*QUERY, *POSITIVE, *others) or bool(NEGATIVES.fullmatch(name))
 
 
-def parquet_rows(path, opened, wanted=is_read):
+def parquet_rows(path, opened, wanted=is_pair_column):
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -293,8 +294,8 @@ def arrow_rows(name, paths, opened):
     for path in paths:
         with opened(path) as raw, pa.ipc.open_stream(raw) as stream:
             names = stream.schema.names
-            columns = [name for name in names if is_read(name)]
-            others = dict.fromkeys(name for name in names if not is_read(name))
+            columns = [name for name in names if is_pair_column(name)]
+            others = dict.fromkeys(name for name in names if not is_pair_column(name))
             for batch in stream:
                 for row in batch.select(columns).to_pylist():
                     number += 1
