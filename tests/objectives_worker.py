@@ -49,6 +49,7 @@ CASES = {
     "itself": Reconstruction(
         target="itself",
         target_tokens=9,
+        reduction="text_mean",
         first_tokens=3,
         first_weight=2.0,
         anchor_gradient=2.0,

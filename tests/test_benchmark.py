@@ -5,6 +5,7 @@ same vectors.
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -772,6 +773,13 @@ def test_a_sweep_of_a_real_run_is_resumable(tmp_path, saved, generated):
     sweep(run, 2, "Pairs", generated, dtype="float32", progress=False, say=said.append)
     assert [line.split(":")[0] for line in said] == ["== step 2", "== step 4"]
     assert read_log(run / "evals.jsonl") == lines
+    # the last checkpoint is not there, as after a run that kept only that of a signal
+    shutil.rmtree(run / "step-000004")
+    for every, steps in {0: [2, 4], 2: [2]}.items():
+        said.clear()
+        sweep(run, every, "Pairs", generated, dtype="float32", progress=False, say=said.append)
+        heads = [line.split(":")[0] for line in said if line.startswith("==")]
+        assert heads == [f"== step {step}" for step in steps]
 
 
 def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(

@@ -29,8 +29,8 @@ def _last_step(run: Path) -> int:
 
 
 def _checkpoints(run: Path, every: int) -> dict[int, Path]:
-    """Step → folder of the checkpoints at multiples of `every`. Raises `InputError` if there are
-    none.
+    """Step → folder of the checkpoints at multiples of `every`, or of all with the result of the
+    run. Raises `InputError` if there are none.
     """
     if every < 0:
         raise InputError(f"every is {every}; give the steps between checkpoints, or 0 for all")
@@ -38,8 +38,9 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
         raise InputError(f"there is no run folder {run}{near_path(run)}")
     numbers = {folder: folder.name.removeprefix("step-") for folder in sorted(run.glob("step-*/"))}
     steps = {int(number): folder for folder, number in numbers.items() if number.isdecimal()}
-    if not steps and (run / "final").is_dir():
-        return {_last_step(run): run / "final"}
+    if (run / "final").is_dir() and not (steps and every):  # without checkpoints it always counts
+        steps.setdefault(_last_step(run), run / "final")
+        every = 0
     wanted = {step: folder for step, folder in steps.items() if not every or step % every == 0}
     if not wanted:
         if steps:

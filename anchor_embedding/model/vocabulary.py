@@ -20,12 +20,12 @@ CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in float32
 
 
 class _VocabularyFunction(torch.autograd.Function):
-    """Sum of -log p(target) of (N, d) states under a (V, d) weight; the forward pass also computes
-    the gradients.
+    """Weighted sum of -log p(target) of (N, d) states under a (V, d) weight; the forward pass also
+    computes the gradients.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, form, dtype, trained):
+    def forward(ctx, hidden, weight, bias, targets, counted, form, dtype, trained):
         needed = [trained and needs for needs in ctx.needs_input_grad[:3]]
         low = weight.to(dtype)
         low_bias = bias if bias is None else bias.to(dtype)
@@ -41,11 +41,14 @@ class _VocabularyFunction(torch.autograd.Function):
             target = targets[start : start + rows, None]
             logits = form(F.linear(part, low, low_bias))
             log_p = F.log_softmax(logits, 1, dtype=torch.float32)
-            total -= log_p.gather(1, target).sum()
+            factor = 1.0 if counted is None else counted[start : start + rows, None]
+            total -= (factor * log_p.gather(1, target)).sum()
             if any(needed):
                 error = log_p.exp_().scatter_add_(
                     1, target, torch.full_like(target, -1.0, dtype=torch.float32)
                 )
+                if counted is not None:
+                    error *= factor
                 _add_gradients(gradients, start, _through(form, logits, error), part, low)
         ctx.save_for_backward(*(x if x is None else x.to(dtype) for x in gradients))
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -55,7 +58,7 @@ class _VocabularyFunction(torch.autograd.Function):
     def backward(ctx, upstream):
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         gradients = (None if x is None else (x * upstream).to(dtype) for x, dtype in pairs)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 # %% ../../nbs/model/52_vocabulary.ipynb #a37352e6
 def _through(form: LogitForm, logits, error):
@@ -83,8 +86,11 @@ def vocabulary_loss(
     decoder: CausalDecoder,
     hidden: torch.Tensor,  # (N, d) states, each predicting one token
     targets: torch.Tensor,  # (N,) int64
+    weights: torch.Tensor | None = None,  # (N,) float32, of the targets; None: all 1
 ) -> torch.Tensor:  # scalar float32, in nats
-    "Sum of -log p(target) over N tokens, never holding all (N, V) logits nor computing them twice."
+    """Weighted sum of -log p(target) over N tokens, never holding all (N, V) logits nor computing
+    them twice.
+    """
     kind = hidden.device.type
     head = decoder.head
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -94,6 +100,7 @@ def vocabulary_loss(
             head.weight,
             head.bias,
             targets,
+            weights,
             decoder.logit_form,
             dtype,
             torch.is_grad_enabled(),
@@ -105,10 +112,12 @@ def sums_of(
     states: torch.Tensor,  # (N, d), each predicting one token
     targets: torch.Tensor,  # (N,) int64
     counts: Sequence[int],  # how many of them belong to each sum
+    weights: torch.Tensor | None = None,  # (N,) float32, of the targets; None: all 1
 ) -> torch.Tensor:  # (len(counts),) float32, nats
-    "Sums of -log p over successive parts of the targets."
-    parts = zip(states.split(counts), targets.split(counts), strict=True)
-    return torch.stack([vocabulary_loss(decoder, state, target) for state, target in parts])
+    "Weighted sums of -log p over successive parts of the targets."
+    own = [None] * len(counts) if weights is None else weights.split(counts)
+    parts = zip(states.split(counts), targets.split(counts), own, strict=True)
+    return torch.stack([vocabulary_loss(decoder, *part) for part in parts])
 
 
 def token_losses(
@@ -171,22 +180,27 @@ def taught_loss(
     states: torch.Tensor,  # (N, d), each predicting one token
     teacher: CausalDecoder,  # with the same tokens; gets no gradient
     teacher_states: torch.Tensor,  # (N, d'), the teacher's states for the same tokens
+    weights: torch.Tensor | None = None,  # (N,) float32, of the tokens; None: all 1
 ) -> torch.Tensor:  # scalar float32, nats
-    """Sum over N tokens of the cross-entropy between the teacher's distribution and the decoder's;
-    never holds all (N, V) logits.
+    """Weighted sum over N tokens of the cross-entropy between the teacher's distribution and the
+    decoder's; never holds all (N, V) logits.
     """
     rows = max(1, CHUNK_LOGITS // len(decoder.head.weight))
 
     # vocabularies are padded to round numbers, which may differ; no token has a row beyond both
     both = min(len(decoder.head.weight), len(teacher.head.weight))
 
-    def of_rows(states, teacher_states):
+    if weights is None:
+        weights = states.new_ones(len(states), dtype=torch.float32)
+
+    def of_rows(states, teacher_states, weights):
         with torch.no_grad():
             target = teacher.logits(teacher_states.to(teacher.head.weight.dtype)).float()
             target = target[..., :both].softmax(-1)
-        return -(target * decoder.logits(states).float().log_softmax(-1)[..., :both]).sum()
+        log_p = decoder.logits(states).float().log_softmax(-1)[..., :both]
+        return -(weights * (target * log_p).sum(-1)).sum()
 
     total = states.new_zeros((), dtype=torch.float32)
-    for parts in zip(states.split(rows), teacher_states.split(rows), strict=True):
+    for parts in zip(*(x.split(rows) for x in (states, teacher_states, weights)), strict=True):
         total = total + checkpoint(of_rows, *parts, use_reentrant=False, preserve_rng_state=False)
     return total

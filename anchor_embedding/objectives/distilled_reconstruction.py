@@ -7,7 +7,7 @@ __all__ = ['DistilledReconstruction']
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #d2781cbd
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -31,10 +31,7 @@ from ..model.text import TextTokenizer
 from ..model.vocabulary import sums_of, taught_loss
 from .ceiling import separator_ids, states_after
 from .objective import SIDES, PairTokens, TextLengths
-from anchor_embedding.objectives.reconstruction import (
-    Reconstruction,
-    decode_sums,
-)
+from .reconstruction import Reconstruction
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #4daa5800
 def _version_of(name: str) -> str:
@@ -135,29 +132,26 @@ class DistilledReconstruction(Reconstruction):
         with torch.no_grad():
             return teacher(states_after, pairs, self.before, self.between, "for the teacher, ")[0]
 
-    def decode(
-        self,
-        decoder: CausalDecoder,
-        anchors: torch.Tensor,
-        batch: TokenBatch,
-        directions: Sequence[str],
-    ) -> torch.Tensor:
-        "(len(directions),) sums over the targets: the second pass, and the teacher's."
+    def loss_of_targets(self, batch: TokenBatch, directions: Sequence[str]) -> Callable:
+        "See `Reconstruction.loss_of_targets`: that of the text, and of what the teacher predicts."
         if not self.teacher_weight:
-            return super().decode(decoder, anchors, batch, directions)
+            return super().loss_of_targets(batch, directions)
 
-        def loss(decoder, states, targets, counts):
+        def loss(decoder, states, targets, counts, weights):
             teacher = self.loaded(decoder)
             shown = self.taught_states(teacher, batch, directions)
-            parts = zip(states.split(counts), shown.split(counts), strict=True)
-            taught = torch.stack([taught_loss(decoder, own, teacher, seen) for own, seen in parts])
-            given = sums_of(decoder, states, targets, counts)
+            own = [None] * len(counts) if weights is None else weights.split(counts)
+            parts = zip(states.split(counts), shown.split(counts), own, strict=True)
+            taught = torch.stack(
+                [
+                    taught_loss(decoder, state, teacher, seen, weight)
+                    for state, seen, weight in parts
+                ]
+            )
+            given = sums_of(decoder, states, targets, counts, weights)
             return (1 - self.teacher_weight) * given + self.teacher_weight * taught
 
-        bodies = self.bodies(batch, directions)
-        noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
-        noise["seed"] = batch.seed
-        return decode_sums(decoder, anchors, bodies, self.before, **noise, loss=loss)
+        return loss
 
     def conflicts(self, recipe) -> Iterator[str]:
         "See `Objective.conflicts`."
@@ -167,8 +161,6 @@ class DistilledReconstruction(Reconstruction):
                 "`objective` = 'distilled_reconstruction' needs a `teacher`: a folder or a model's "
                 "name, best that of `base`"
             )
-        if self.first_weight != 1:
-            yield "`first_weight`: a distilled decoder counts every token once; leave it out"
         if self.anchor == "shuffled":
             yield (
                 "`anchor` = 'shuffled' cannot be combined with a teacher, which would read the "

@@ -124,24 +124,20 @@ def decode_sums(
     before: Sequence[int] = (),  # see `decode_states`
     input_dropout: float = 0.0,
     eos_id: int = 0,
-    first_tokens: int = 0,  # number of targets at the beginning of each text that are weighted
-    first_weight: float = 1.0,  # their weight; all other targets weigh 1
     seed: int | None = None,  # see `decode_states`
-    # of states, targets and the number of targets of each direction; see `sums_of`
+    weights: Sequence[float] | None = None,  # one for each target, in their order; None: all 1
+    # of states, targets, the number of targets of each direction, and weights; see `sums_of`
     loss: Callable[..., torch.Tensor] = sums_of,
 ) -> torch.Tensor:  # (directions,) float32, nats
-    """Sum of -log p over the targets of each direction (equations 3 and 4),
-    with a weight for the first targets of each text.
-    """
+    "Weighted sum of -log p over the targets of each direction (equations 3 and 4)."
     counts = [sum(map(len, direction)) for direction in bodies]
     if not sum(counts):
         return no_targets(decoder, anchors, before).expand(len(counts))
     flat = [body for direction in bodies for body in direction]
     states, targets = decode_states(decoder, anchors, flat, before, input_dropout, eos_id, seed)
-    sums = loss(decoder, states, targets, counts)
-    if first_weight == 1 or not first_tokens:
-        return sums
-    return sums + (first_weight - 1) * _first_sums(decoder, states, targets, bodies, first_tokens)
+    if weights is not None:
+        weights = torch.tensor(weights).to(targets.device, non_blocking=True)
+    return loss(decoder, states, targets, counts, weights)
 
 
 def no_targets(
@@ -156,18 +152,6 @@ def no_targets(
         return 0 * vocabulary_loss(decoder, states, targets)
     nothing = torch.zeros(0, dtype=torch.int64, device=anchors.device)
     return vocabulary_loss(decoder, anchors[:0], nothing)
-
-
-def _first_sums(decoder, states, targets, bodies, number):
-    "(directions,) sums of -log p over the first `number` targets of every text."
-    first = []
-    start = 0
-    for body in (body for direction in bodies for body in direction):
-        first += range(start, start + min(len(body), number))
-        start += len(body)
-    first = torch.tensor(first).to(targets.device, non_blocking=True)
-    counts = [sum(min(len(body), number) for body in direction) for direction in bodies]
-    return sums_of(decoder, states[first], targets[first], counts)
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #6a01c2bf
 def named_terms(names, terms: torch.Tensor, loss: torch.Tensor) -> dict[str, float]:
@@ -323,6 +307,8 @@ class Reconstruction(Anchored, TokenMeans):
     # decode the other text of the pair, or the text that the anchor was made from
     target: Literal["counterpart", "itself"] = "counterpart"
     target_tokens: Natural = 0  # decode only this many tokens at the beginning of a text; 0 = all
+    # a mean over all targets, or over texts, each counting the mean over its own targets
+    reduction: Literal["token_mean", "text_mean"] = "token_mean"
     first_tokens: Natural = 0  # number of targets at the beginning of each text …
     first_weight: Positive = 1.0  # … that have this weight; all others have 1
     bag_weight: NotNegative = 0.0  # weight of the bag of tokens of the same targets
@@ -356,7 +342,7 @@ class Reconstruction(Anchored, TokenMeans):
     def measured(self) -> "Reconstruction":
         "See `Anchored.measured`."
         plain = {"first_weight": 1.0, "target_tokens": 0, "predict_eos": False, "bag_weight": 0.0}
-        return replace(self, **plain)
+        return replace(self, reduction="token_mean", **plain)
 
     def directions(self) -> dict[str, float]:
         "The weight of each direction: alpha where documents are decoded."
@@ -389,15 +375,23 @@ class Reconstruction(Anchored, TokenMeans):
         "Distinct target tokens of every text of every direction."
         return [[sorted(set(body)) for body in side] for side in self.bodies(batch, directions)]
 
+    def target_weights(self, length: int) -> list[float]:
+        "How much each of the `length` targets of a text counts in the sum of its direction."
+        first = min(length, self.first_tokens)
+        weights = [self.first_weight] * first + [1.0] * (length - first)
+        if self.reduction == "token_mean":
+            return weights
+        return [weight / sum(weights) for weight in weights]
+
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
-        "The number of targets of each term, each target counted with its weight."
+        "What the sum of each term is divided by: the sum of the weights of its targets."
         directions, bagged = _split_terms(names)
-        more = self.first_weight - 1
+        size = bool if self.reduction == "text_mean" else len
         counts = [
-            sum(len(body) + more * min(len(body), self.first_tokens) for body in side)
+            sum(sum(self.target_weights(len(body))) for body in side)
             for side in self.bodies(batch, directions)
         ]
-        return counts + [sum(map(len, side)) for side in self.bags(batch, bagged)]
+        return counts + [sum(map(size, side)) for side in self.bags(batch, bagged)]
 
     def encode(
         self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
@@ -414,12 +408,21 @@ class Reconstruction(Anchored, TokenMeans):
         directions: Sequence[str],
     ) -> torch.Tensor:
         "(len(directions),) sums of -log p: the second pass."
-        first = {"first_tokens": self.first_tokens, "first_weight": self.first_weight}
+        bodies = self.bodies(batch, directions)
         noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
         noise["seed"] = batch.seed
+        weights = None
+        if self.reduction == "text_mean" or self.first_weight != 1:
+            lengths = [len(body) for side in bodies for body in side]
+            weights = [weight for length in lengths for weight in self.target_weights(length)]
+        loss = self.loss_of_targets(batch, directions)
         return decode_sums(
-            decoder, anchors, self.bodies(batch, directions), self.before, **noise, **first
+            decoder, anchors, bodies, self.before, **noise, weights=weights, loss=loss
         )
+
+    def loss_of_targets(self, batch: TokenBatch, directions: Sequence[str]) -> Callable:
+        "The loss of the states that predict the targets; see `decode_sums`."
+        return sums_of
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
         "(len(names),) sums of -log p: both passes; in `names` directions come before bags."
@@ -433,8 +436,11 @@ class Reconstruction(Anchored, TokenMeans):
         # one at a time: indexing with a list would wait for the device
         vectors = torch.cat([by_direction[directions.index(name)] for name in bagged])
         bags = [bag for side in self.bags(batch, bagged) for bag in side]
-        losses = bag_loss(decoder, vectors, bags).unflatten(0, (len(bagged), -1))
-        return torch.cat([sums, losses.sum(1)])
+        losses = bag_loss(decoder, vectors, bags)
+        if self.reduction == "text_mean":
+            sizes = torch.tensor([len(bag) or 1 for bag in bags])
+            losses = losses / sizes.to(losses.device, non_blocking=True)
+        return torch.cat([sums, losses.unflatten(0, (len(bagged), -1)).sum(1)])
 
     def conflicts(self, recipe) -> Iterator[str]:
         "See `Objective.conflicts`."
@@ -465,22 +471,24 @@ class Reconstruction(Anchored, TokenMeans):
         used = [SIDES[name] for name, weight in self.directions().items() if weight]
         targets = [min(bodies[target] + self.predict_eos, most) for _, target in used]
         opening = lengths.opening if self.decode_opening == "encode" else 0
-        again = 0 if self.first_weight == 1 else self.first_tokens
         return PairTokens(
             query=lengths.query,
             document=lengths.document,
             encoded=self.read(*(encoded[source] for source, _ in used)),
             decoded=tuple(target + opening for target in targets),
-            # a bag costs one projection of its anchor, and weighted targets are projected again
-            scored=sum(target + min(target, again) for target in targets)
-            + (len(used) if self.bag_weight else 0),
+            # a bag costs one projection of its anchor
+            scored=sum(targets) + (len(used) if self.bag_weight else 0),
             counted=self.row_tokens(lengths.query, lengths.document),
         )
 
     def choices(self) -> dict:
-        "The opening, on which the paper is silent."
-        silent = "not said: equations 3 and 4 leave BOS and template out, as equation 1 does"
-        return {"decode_opening": (self.decode_opening, silent)}
+        "The opening and the kind of mean, on which the paper is silent."
+        opening = "not said: equations 3 and 4 leave BOS and template out, as equation 1 does"
+        mean = "not said: equations 3 and 4 are sums over the tokens of one text"
+        return {
+            "decode_opening": (self.decode_opening, opening),
+            "reduction": (self.reduction, mean),
+        }
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #91d3e7ba
 def _all_anchors(own, places, accelerator):
