@@ -28,7 +28,7 @@ from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.ranks import agreed_parts, gather_rows, sync_gradients
 from ..model.text import TokenizedText
-from .objective import Objective, PairTokens, TextLengths
+from .objective import Objective, PairTokens, TextLengths, undefined
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #49207155
 def negatives_mask(
@@ -308,7 +308,7 @@ class VectorLoss(Objective):
         num_pairs: int,  # B
     ) -> dict[str, torch.Tensor]:
         "Scalars of the global batch by name; `loss` is what is trained."
-        raise NotImplementedError
+        raise undefined(self, "terms")
 
     def encode(self, decoder: CausalDecoder, part: TokenBatch) -> torch.Tensor:
         "(n, d) vectors of the texts of a micro-batch."

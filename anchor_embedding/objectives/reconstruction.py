@@ -32,7 +32,13 @@ from anchor_embedding.model.ranks import (
 from ..model.text import TextTokenizer, TokenizedText, opening_ids
 from ..model.vocabulary import bag_loss, sums_of, vocabulary_loss
 from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
-from .objective import SIDES, Objective, PairTokens, TextLengths
+from anchor_embedding.objectives.objective import (
+    SIDES,
+    Objective,
+    PairTokens,
+    TextLengths,
+    undefined,
+)
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #1e1d4df3
 @dataclass(frozen=True, slots=True)
@@ -172,15 +178,15 @@ class TokenMeans(Objective):
 
     def weights(self) -> dict[str, float]:
         "The weight of each term in the loss."
-        raise NotImplementedError
+        raise undefined(self, "weights")
 
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
         "The number of targets by which the sum of each term is divided."
-        raise NotImplementedError
+        raise undefined(self, "counts")
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
         "(len(names),) sums of -log p, float32."
-        raise NotImplementedError
+        raise undefined(self, "sums")
 
     def _trained(self):
         "The terms whose weight is not 0; the others are not computed in training."
@@ -249,6 +255,26 @@ class Anchored(Objective):
     def measured(self) -> "Anchored":
         "The objective with which the anchor gain is measured: whole texts, each token of weight 1."
         return self
+
+    def encode(
+        self, decoder: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
+    ) -> torch.Tensor:
+        "(len(directions) * n, d) anchors, direction after direction."
+        raise undefined(self, "encode")
+
+    def decode(
+        self,
+        decoder: CausalDecoder,
+        anchors: torch.Tensor,  # as from `encode`
+        batch: TokenBatch,
+        directions: Sequence[str],
+    ) -> torch.Tensor:
+        "(len(directions),) sums of -log p over the tokens of `bodies`, each counted once."
+        raise undefined(self, "decode")
+
+    def bodies(self, batch: TokenBatch, directions: Sequence[str]) -> list[list[list[int]]]:
+        "Target tokens of every text of every direction."
+        raise undefined(self, "bodies")
 
     def measured_parts(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The parts in which the gain is measured; as a mean over tokens it allows unequal ones."
@@ -341,8 +367,7 @@ class Reconstruction(Anchored, TokenMeans):
 
     def measured(self) -> "Reconstruction":
         "See `Anchored.measured`."
-        plain = {"first_weight": 1.0, "target_tokens": 0, "predict_eos": False, "bag_weight": 0.0}
-        return replace(self, reduction="token_mean", **plain)
+        return replace(self, target_tokens=0, predict_eos=False, bag_weight=0.0)
 
     def directions(self) -> dict[str, float]:
         "The weight of each direction: alpha where documents are decoded."
@@ -375,10 +400,10 @@ class Reconstruction(Anchored, TokenMeans):
         "Distinct target tokens of every text of every direction."
         return [[sorted(set(body)) for body in side] for side in self.bodies(batch, directions)]
 
-    def target_weights(self, length: int) -> list[float]:
-        "How much each of the `length` targets of a text counts in the sum of its direction."
-        first = min(length, self.first_tokens)
-        weights = [self.first_weight] * first + [1.0] * (length - first)
+    def target_weights(self, body: Sequence[int]) -> list[float]:
+        "How much each target of a text counts in the sum of its direction."
+        first = min(len(body), self.first_tokens)
+        weights = [self.first_weight] * first + [1.0] * (len(body) - first)
         if self.reduction == "token_mean":
             return weights
         return [weight / sum(weights) for weight in weights]
@@ -388,7 +413,7 @@ class Reconstruction(Anchored, TokenMeans):
         directions, bagged = _split_terms(names)
         size = bool if self.reduction == "text_mean" else len
         counts = [
-            sum(sum(self.target_weights(len(body))) for body in side)
+            sum(sum(self.target_weights(body)) for body in side)
             for side in self.bodies(batch, directions)
         ]
         return counts + [sum(map(size, side)) for side in self.bags(batch, bagged)]
@@ -406,15 +431,12 @@ class Reconstruction(Anchored, TokenMeans):
         anchors: torch.Tensor,
         batch: TokenBatch,
         directions: Sequence[str],
+        weights: Sequence[float] | None = None,  # of the targets, in their order; None: all 1
     ) -> torch.Tensor:
-        "(len(directions),) sums of -log p: the second pass."
+        "(len(directions),) weighted sums of -log p: the second pass."
         bodies = self.bodies(batch, directions)
         noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
         noise["seed"] = batch.seed
-        weights = None
-        if self.reduction == "text_mean" or self.first_weight != 1:
-            lengths = [len(body) for side in bodies for body in side]
-            weights = [weight for length in lengths for weight in self.target_weights(length)]
         loss = self.loss_of_targets(batch, directions)
         return decode_sums(
             decoder, anchors, bodies, self.before, **noise, weights=weights, loss=loss
@@ -429,7 +451,11 @@ class Reconstruction(Anchored, TokenMeans):
         directions, bagged = _split_terms(names)
         anchors = self.encode(decoder, batch, directions)
         anchors = anchors.detach().lerp(anchors, self.anchor_gradient)
-        sums = self.decode(decoder, anchors, batch, directions)
+        bodies = [body for side in self.bodies(batch, directions) for body in side]
+        weights = [weight for body in bodies for weight in self.target_weights(body)]
+        if all(weight == 1 for weight in weights):
+            weights = None
+        sums = self.decode(decoder, anchors, batch, directions, weights)
         if not bagged:
             return sums
         by_direction = anchors.unflatten(0, (len(directions), -1))

@@ -160,10 +160,29 @@ def with_share(
     return {**changes, "warmup_steps": warmup}
 
 # %% ../../nbs/train/14_overrides.ipynb #3c6ac4e9
+def _changed(recipe, changes, say):
+    """The recipe with these changes and those of `with_share`. Another objective has defaults of
+    its own; `say` receives a line about those that differ from what the recipe had.
+    """
+    new = recipe.replace(**with_share(recipe, changes, say))
+    both = settings_of(type(recipe.objective)).keys() & settings_of(type(new.objective)).keys()
+    fresh = [
+        f"{key} = {getattr(new, key)} instead of {getattr(recipe, key)}"
+        for key in sorted(both - changes.keys())
+        if getattr(new, key) != getattr(recipe, key)
+    ]
+    if say and fresh:
+        say(
+            f"{recipe.name}: objective = {new.objective_name} has its own defaults: "
+            f"{', '.join(fresh)} (set what is to stay)"
+        )
+    return new
+
+
 def override(
     recipe: Recipe | Pipeline,  # what to change
     overrides: Iterable[str] | Mapping,  # see `parse_overrides`
-    # receives a line about a changed warm-up, see `with_share`
+    # receives a line about what changes without being named: see `with_share` and `_changed`
     say: Callable[[str], None] | None = None,
 ) -> Recipe | Pipeline:  # a new one
     "A recipe or pipeline with some settings changed. A key for one stage wins over a bare key."
@@ -183,16 +202,15 @@ def override(
                 raise InputError(
                     f"`{key}`: '{recipe.name}' is one stage; write {key.rpartition('.')[2]}=…"
                 )
-        return recipe.replace(**with_share(recipe, overrides, say))
+        return _changed(recipe, overrides, say)
     top = {key: overrides.pop(key) for key in ("name", "description") if key in overrides}
     plan = {
         k.removeprefix("evaluation."): overrides.pop(k)
         for k in list(overrides)
         if k.startswith("evaluation.")
     }
-    changes = {
-        name: with_share(recipe.stages[name], change, say)
+    stages = {
+        name: _changed(recipe.stages[name], change, say)
         for name, change in _changes(recipe, overrides).items()
     }
-    stages = {name: recipe.stages[name].replace(**change) for name, change in changes.items()}
     return replace(recipe, **top, stages=stages, evaluation=replace(recipe.evaluation, **plan))
