@@ -1273,6 +1273,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_embedding/embed/search.py'),
                                                'anchor_embedding.embed.search.check_questions': ( 'embed/search.html#check_questions',
                                                                                                   'anchor_embedding/embed/search.py'),
+                                               'anchor_embedding.embed.search.highest': ( 'embed/search.html#highest',
+                                                                                          'anchor_embedding/embed/search.py'),
                                                'anchor_embedding.embed.search.nearest_places': ( 'embed/search.html#nearest_places',
                                                                                                  'anchor_embedding/embed/search.py'),
                                                'anchor_embedding.embed.search.search_corpus': ( 'embed/search.html#search_corpus',
