@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import mteb
 import numpy as np
 import pytest
 import torch
@@ -24,15 +25,15 @@ from anchor_embedding.common.provenance import find_cards
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder, load_embedder
-from anchor_embedding.embed.encoders import model_revision
+from anchor_embedding.embed.encoders import load_model, model_revision
 from anchor_embedding.embed.export import (
     check_tokenizer,
     export_embedder,
     push_to_hub,
     template_tokenizer,
 )
-from anchor_embedding.evaluate.candidate import _lineage
-from anchor_embedding.evaluate.encoder import trained_on
+from anchor_embedding.evaluate.candidate import _lineage, find_candidate
+from anchor_embedding.evaluate.encoder import MtebEncoder, trained_on
 from anchor_embedding.model.agreement import random_model
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora, merge_lora
@@ -400,6 +401,35 @@ def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):
         )
         text = (folder / "README.md").read_text("utf-8")
         assert ("These scores are of texts of up to 512 tokens" in text) == said
+        # the hub lists what is in the header
+        assert bool(ModelCard(text).data.eval_results) != said and "43.21" in text
+
+
+def test_scores_are_those_of_vectors_of_length_1_where_the_model_has_these(tmp_path, run):
+    plain = export_embedder(run, tmp_path / "plain", base="owner/a-base")
+    unit = export_embedder(run, tmp_path / "unit", base="owner/a-base", normalize=True)
+    assert "normalize" not in find_candidate(plain).identity
+    identity = find_candidate(unit).identity
+    assert identity["normalize"] is True
+    where = {"hf_split": "test", "hf_subset": "default"}
+    where["task_metadata"] = mteb.get_task("STSBenchmark").metadata
+    texts = ["the ship", "a tide that turns"]
+    vectors = MtebEncoder(load_model(unit), normalize=True).encode([{"text": texts}], **where)
+    theirs = SentenceTransformer(str(unit), device="cpu").encode(texts)
+    np.testing.assert_allclose(vectors, theirs, atol=1e-6)
+    entry = {"main_score": 0.4321, "metric": "accuracy", "split": "test"}
+    for about, normalize, listed in (
+        (identity, True, True),
+        (identity, False, False),
+        (find_candidate(plain).identity, True, False),
+    ):
+        scores = {"model": "x", "about": about | {"max_length": None}, "tasks": {"Emotion": entry}}
+        del scores["about"]["revision"]
+        name = f"{listed}-{normalize}-{'normalize' in about}"
+        folder = export_embedder(run, tmp_path / name, scores=scores, normalize=normalize)
+        text = (folder / "README.md").read_text("utf-8")
+        assert bool(ModelCard(text).data.eval_results) == listed
+        assert ("which changes what is not computed from cosines" in text) != listed
 
 
 def test_card(tmp_path, run, base):

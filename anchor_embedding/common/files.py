@@ -302,11 +302,14 @@ def read_json(
 
 def file_stamp(
     path: str | os.PathLike,
-) -> list:  # [path without links, number on the disk, bytes, time of the last change in ns]
-    "What changes when another file is put in the place of a file, or its content is changed."
+) -> list:  # [path without links, number on the disk, bytes, two times of the last change in ns]
+    """What changes when another file is put in the place of a file, or its content is changed. A
+    program may set the first of the two times back, as `cp -p` does, but not the second.
+    """
     try:
         status = Path(path).stat()
-        return [str(Path(path).resolve()), status.st_ino, status.st_size, status.st_mtime_ns]
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        return [str(Path(path).resolve()), status.st_ino, status.st_size, *times]
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); put the file back or start again without it"

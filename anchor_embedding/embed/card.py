@@ -192,6 +192,26 @@ def check_scores(scores: dict, model) -> None:
         )
 
 
+def _other_conditions(conditions: Mapping, max_length: int, normalize: bool) -> list[str]:
+    "What the scores of an evaluation are of that this model is not, in sentences."
+    length = conditions.get("max_length")
+    sentences = []
+    if length and length != max_length:
+        sentences.append(
+            f"These scores are of texts of up to {length} tokens; the model above cuts a text to "
+            f"{max_length}."
+        )
+    if "max_length" in conditions and conditions.get("normalize", False) != normalize:
+        own = "of length 1" if normalize else "of any length"
+        sentences.append(
+            f"The vectors of the model above are {own}, those of these scores are not, which "
+            "changes what is not computed from cosines, as for classification."
+        )
+    if sentences:
+        sentences.append("So the header of this page does not list them.")
+    return sentences
+
+
 def _results(scores: dict) -> list[EvalResult]:
     "One result for each task, in percent."
     return [
@@ -314,9 +334,8 @@ No run was found beside this model, so nothing is known about its training.
 {{ key }}: {{ value }}{{ "" if loop.last else "; " }}
 {%- endfor %}
 
-{% if conditions.max_length and conditions.max_length != max_length %}
-These scores are of texts of up to {{ conditions.max_length }} tokens; the model above cuts a text
-to {{ max_length }}.
+{% if remarks %}
+{{ remarks | join(" ") }}
 
 {% endif %}
 {% else %}
@@ -392,6 +411,7 @@ def model_card(
     cards: list[dict] = (),  # see `find_cards`
     scores: dict | None = None,  # see `scores.json`
     adapter: bool = False,
+    normalize: bool = False,  # the model's vectors are of length 1
 ) -> ModelCard:
     """README.md of a model: what it is, how to use it, what it was trained on, its scores, and
     where it differs from the shipped recipe of its method.
@@ -399,6 +419,7 @@ def model_card(
     packages = ("anchor_embedding", "torch", "transformers", "peft", "sentence_transformers")
     results = _results(scores) if scores else []
     conditions = (scores or {}).get("about", {})
+    remarks = _other_conditions(conditions, embedder.tokenizer.max_length, normalize)
     stages = [
         {
             "name": card["recipe"]["name"],
@@ -422,6 +443,7 @@ def model_card(
         quoted_prompts=[(key, _quoted(text)) for key, text in prompts.items()],
         stages=stages,
         results=results,
+        remarks=remarks,
         conditions={
             key: value
             for key, value in conditions.items()
@@ -429,4 +451,5 @@ def model_card(
         },
         versions=installed_versions(*packages),
     )
-    return ModelCard(f"---\n{_metadata(name, base, adapter, results)}\n---\n\n{content}")
+    listed = [] if remarks else results
+    return ModelCard(f"---\n{_metadata(name, base, adapter, listed)}\n---\n\n{content}")

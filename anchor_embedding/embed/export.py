@@ -30,6 +30,7 @@ from anchor_embedding.embed.embedder import (
     name_base,
     write_settings,
 )
+from .encoders import normalizes
 from .onnx import check_packages, write_onnx
 from ..model.base import resolve_base
 from ..model.decoder import check_positions
@@ -383,13 +384,6 @@ def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> N
     )
 
 
-def _normalizes(source: Path | None) -> bool:
-    "Whether a model was exported before with vectors of length 1."
-    if source is None or not (source / "modules.json").is_file():
-        return False
-    return "Normalize" in (source / "modules.json").read_text(encoding="utf-8")
-
-
 def _note_other_prompts(source: Path, new_prompts: dict[str, str]) -> None:
     "Warn of prompts that a model was exported with before and that it will not have now."
     path = source / "config_sentence_transformers.json"
@@ -446,7 +440,7 @@ def export_embedder(
     cards = find_cards(source) if source else []
     known = _known_base(embedder, source, cards)
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
-    normalize = normalize or _normalizes(source)
+    normalize = normalize or (source is not None and normalizes(str(source)))
     own_prompts = source is not None and instructions is None
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
@@ -468,6 +462,7 @@ def export_embedder(
         cards,
         scores,
         adapter,
+        normalize,
     )
     files["README.md"] = str(card)
     if cards:

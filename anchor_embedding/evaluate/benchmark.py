@@ -282,7 +282,8 @@ def _score(
             f"{file.folder.name}: texts are read up to {length} tokens here, and up to "
             f"{own_length} where the model is used; --max-length 0 evaluates it as it is used"
         )
-    encoder = MtebEncoder(loaded, candidate.style, meta, store, max_length=length, **options)
+    options |= {"max_length": length, "normalize": candidate.identity.get("normalize", False)}
+    encoder = MtebEncoder(loaded, candidate.style, meta, store, **options)
     _run_tasks(encoder, waiting, candidate, file, made, progress)
     store.remove()
 

@@ -16,7 +16,7 @@ import torch
 # %% ../../nbs/evaluate/37_candidate.ipynb #a1899710
 from ..common.provenance import device_name, dtype_name, find_cards
 from ..embed.embedder import Embedder, read_settings, read_tokenizer
-from ..embed.encoders import is_sentence_transformer, model_revision
+from ..embed.encoders import is_sentence_transformer, model_revision, normalizes
 from anchor_embedding.evaluate.encoder import (
     MAX_LENGTH,
     model_meta,
@@ -36,7 +36,8 @@ class Candidate:
     "A model to be scored, with the settings of the evaluation."
 
     model: str | Embedder  # a folder, a name on the hub, or the model itself
-    identity: dict  # revision; for our models also prompts, max_length and dtype
+    # revision; for our models also prompts, max_length, dtype, and whether vectors have length 1
+    identity: dict
     style: PromptStyle | None = None  # None = the model has its own wording
     suffix: str = ""  # of its name, for settings that are not the usual ones
 
@@ -84,6 +85,8 @@ def find_candidate(
         "max_length": max_length,
         "dtype": dtype_name(compute_dtype),
     }
+    if not loaded and normalizes(model):
+        identity["normalize"] = True
     suffix = "" if style.usual else f"-{style.name}"
     if max_length != MAX_LENGTH:
         suffix += f"-{max_length or 'own-length'}"

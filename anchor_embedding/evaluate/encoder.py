@@ -25,6 +25,7 @@ from ..common.errors import InputError
 from ..common.provenance import find_cards
 from ..embed.embedder import Embedder, read_settings
 from ..embed.encoders import encode_on, model_revision, replicate
+from ..embed.vectors import unit
 from .prompts import PromptStyle, choose_style
 from .tasks import mteb_task, training_tasks
 from ..model.text import TextTokenizer
@@ -118,6 +119,7 @@ class MtebEncoder:
         devices: Sequence[torch.device | str] | None = None,  # None = all of the model's kind
         batch_tokens: int = 8192,  # tokens in a packed batch
         max_length: int | None = None,  # tokens of a text; None = the model's own
+        normalize: bool = False,  # scale every vector to length 1
         # called with the number of characters that were encoded or read from the store
         encoded: Callable[[int], None] = lambda characters: None,
     ):
@@ -128,6 +130,7 @@ class MtebEncoder:
         self.mteb_model_meta = meta or model_meta(embedder, style=self.style)
         self.store = store
         self.batch_tokens = batch_tokens
+        self.normalize = normalize
         self.encoded = encoded
 
     def encode(
@@ -154,6 +157,8 @@ class MtebEncoder:
             part = slice(start, start + CHUNK_TEXTS)
             vectors[part] = self._look_up(distinct[part], instruction, task_metadata.name)
             self.encoded(int(characters[part].sum()))
+        if self.normalize and len(vectors):
+            vectors = unit(vectors)
         return vectors[places]
 
     def _look_up(self, texts: list[str], instruction: str | None, task: str) -> np.ndarray:
