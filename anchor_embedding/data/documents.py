@@ -200,9 +200,10 @@ def read_documents(
 # %% ../../nbs/data/50_documents.ipynb #7987571b
 @dataclass(frozen=True)
 class Overview:
-    "Number of documents and digest of a corpus."
+    "What one reading of a corpus tells."
 
     documents: int
+    blank: int  # those without text
     digest: str  # 16 hexadecimal digits, of all ids, texts and kept columns in their order
 
 
@@ -230,12 +231,14 @@ def look_over(
     "Read a corpus once. Raises `InputError` for bad rows and for an id that occurs twice."
     hashes = array("Q")
     digest = hashlib.sha256()
+    blank = 0
     for document in read_documents(source, columns):
+        blank += not document.text.strip()
         hashes.append(hash64(document.id.encode()))
         parts = [document.id, document.text, *document.columns.values()]
         digest.update(json.dumps(parts).encode())
     _refuse_twice(source, hashes)
-    return Overview(len(hashes), digest.hexdigest()[:16])
+    return Overview(len(hashes), blank, digest.hexdigest()[:16])
 
 
 def file_stamps(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -245,6 +246,12 @@ def encode_corpus(
     folder = Path(folder)
     stamps = file_stamps(source)
     overview = look_over(source, settings.columns)
+    if overview.blank and rank == 0:
+        warnings.warn(
+            f"{source}: {overview.blank:,} of {overview.documents:,} texts are blank; their vectors "
+            "are nearly equal and say nothing, but a search may find them: leave these texts out",
+            stacklevel=2,
+        )
     settings = _sized(settings, overview.documents)
     manifest = _manifest(embedder, overview, settings)
     if isinstance(embedder, Embedder):  # not a stand-in for one

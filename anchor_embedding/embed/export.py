@@ -414,7 +414,9 @@ def export_embedder(
     push: str | None = None,  # "owner/name" of a private repository to upload it to
     onnx: bool = False,  # also write the model's graph to onnx/model.onnx; see `write_onnx`
 ) -> Path:  # `folder`
-    "Write a sentence-transformers model that gives the same vectors. Raises `InputError`."
+    """Write a sentence-transformers model that gives the same vectors in the same dtype (other
+    programs compute in that of the stored weights). Raises `InputError`.
+    """
     folder = _free_folder(folder)
     if onnx:
         check_packages()

@@ -99,6 +99,9 @@ def several_clusters(
         raise InputError(
             f"{len(clusters)} clusters are given for {queries} queries; give one for each query"
         )
+    missing = [place for place, label in enumerate(clusters) if label != label]
+    if missing:  # each NaN would be a cluster of its own
+        raise InputError(f"the cluster of query {missing[0]} is NaN; name it, or give no clusters")
     number = len(set(clusters))
     return (list(clusters) if number > 1 else None), number
 
@@ -126,6 +129,8 @@ def cluster_sums(
         numbers.setdefault(label, len(numbers))
     places = np.array([numbers[label] for label in labels])
     sizes = np.bincount(places)
+    if queries < 2:
+        raise InputError("a comparison needs at least two queries")
     if len(sizes) < 2:
         raise InputError(
             "all queries are in one cluster; give queries from at least two packages or "
@@ -473,7 +478,7 @@ def _run_figures(figures):
         figures = np.atleast_2d(np.asarray(figures, dtype=np.float64))
     except (TypeError, ValueError) as error:
         raise InputError(f"runs have one number for each of the same queries: {error}") from None
-    if figures.ndim != 2:
+    if figures.ndim != 2 or not figures.size:
         raise InputError(f"runs are (seeds, queries) figures, not of the shape {figures.shape}")
     return figures
 
