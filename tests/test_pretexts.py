@@ -39,6 +39,7 @@ STAGE_1_OPTIONS = dict(
 )
 CASES = {
     "itself": dict(objective="reconstruction", target="itself"),
+    "in turn": dict(objective="reconstruction", interleave="step", alpha=0.5),
     "options": dict(
         objective="contrasted_reconstruction",
         contrastive_weight=0.5,
@@ -117,8 +118,8 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
     ]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     if (
-        case not in ("options", "mntp") and stage.tuning == "full"
-    ):  # the other objectives draw at random
+        case not in ("options", "mntp", "in turn") and stage.tuning == "full"
+    ):  # two draw at random, and one trains one direction in a step
         assert dry_run(stage, PAIRS, say=quiet)["loss"] == pytest.approx(
             metrics[0]["loss"], rel=1e-4
         )
@@ -140,7 +141,14 @@ def test_trains_resumes_and_is_read_back(base, case, tmp_path):
             export_embedder(loaded, tmp_path / "exported")
 
 
-@pytest.mark.parametrize("case", ["options", "mntp"])
+def test_directions_take_turns(base, tmp_path):
+    train(recipe(base, "in turn", alpha=0.4), tmp_path / "run", PAIRS, progress=False, say=quiet)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ways = [{"q2d", "d2q"} & {*json.loads(line)} for line in lines]
+    assert ways == [{"d2q"}, {"d2q"}, {"q2d"}, {"d2q"}, {"q2d"}, {"d2q"}]
+
+
+@pytest.mark.parametrize("case", ["options", "mntp", "in turn"])
 def test_resumed_equals_uninterrupted(base, case, tmp_path):
     stage = recipe(base, case)
     whole = load_file(

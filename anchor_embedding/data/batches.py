@@ -388,6 +388,7 @@ class TokenBatch:
     # of what an objective draws at random for these texts, the same in every process; None: the
     # global generator decides
     seed: int | None = None
+    step: int | None = None  # of the run that trains on it, from 0; None: of no run
 
     def __len__(self):
         return len(self.queries)
@@ -406,7 +407,7 @@ class TokenBatch:
         "The batch of these rows, in this order."
         rows = list(rows)
         sides = self.queries, self.positives, self.negatives
-        return TokenBatch(*([side[row] for row in rows] for side in sides), self.seed)
+        return TokenBatch(*([side[row] for row in rows] for side in sides), self.seed, self.step)
 
     def __repr__(self):
         return (

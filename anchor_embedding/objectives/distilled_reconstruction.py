@@ -182,7 +182,8 @@ class DistilledReconstruction(Reconstruction):
         "Those of Stage I, and the teacher's sequences."
         own = super().pair_tokens(lengths)
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
-        sources = [bodies[SIDES[name][0]] for name in self._trained_directions()]
+        sources = {name: bodies[SIDES[name][0]] for name in self._trained_directions()}
+        sources = self.of_a_step(sources) if sources else ()
         # the source and a separator; the last target is not read
         decoded = own.decoded[: len(sources)]
         return replace(own, taught=tuple(map(sum, zip(sources, decoded, strict=True))))

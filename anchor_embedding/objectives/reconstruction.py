@@ -192,6 +192,10 @@ class TokenMeans(Objective):
         "The terms whose weight is not 0; the others are not computed in training."
         return {name: weight for name, weight in self.weights().items() if weight}
 
+    def trained(self, batch: TokenBatch) -> dict[str, float]:
+        "The terms that training computes for a batch, with their weights."
+        return self._trained()
+
     def micro_batches(self, model, batch: TokenBatch) -> list[TokenBatch]:
         "The batch in parts of at most `token_budget` encode tokens."
         rows = zip(batch.queries, batch.positives, strict=True)
@@ -202,7 +206,7 @@ class TokenMeans(Objective):
         """Compute the gradients of one global batch, of which this process holds `batch`. Returns
         the loss terms of the global batch.
         """
-        weights = self._trained()
+        weights = self.trained(batch)
         names = list(weights)
         parts = self.micro_batches(model, batch)
         weight = torch.tensor(list(weights.values())).to(accelerator.device, non_blocking=True)
@@ -333,6 +337,8 @@ class Reconstruction(Anchored, TokenMeans):
     # decode the other text of the pair, or the text that the anchor was made from
     target: Literal["counterpart", "itself"] = "counterpart"
     target_tokens: Natural = 0  # decode only this many tokens at the beginning of a text; 0 = all
+    # both directions in every step, or one, so that documents are decoded in a share alpha of the steps
+    interleave: Literal["batch", "step"] = "batch"
     # a mean over all targets, or over texts, each counting the mean over its own targets
     reduction: Literal["token_mean", "text_mean"] = "token_mean"
     first_tokens: Natural = 0  # number of targets at the beginning of each text …
@@ -374,6 +380,22 @@ class Reconstruction(Anchored, TokenMeans):
         if self.target == "itself":
             return {"q2q": 1 - self.alpha, "d2d": self.alpha}
         return {"q2d": self.alpha, "d2q": 1 - self.alpha}
+
+    def trained(self, batch: TokenBatch) -> dict[str, float]:
+        'See `TokenMeans.trained`; with `interleave` = "step" the terms of one direction.'
+        weights = self._trained()
+        if self.interleave == "batch" or batch.step is None:
+            return weights
+        directions = self.directions()
+        now, other = directions
+        share = directions[now]
+        if int((batch.step + 1) * share) == int(batch.step * share):
+            now = other
+        return {
+            name: weight / directions[now]
+            for name, weight in weights.items()
+            if name.removeprefix("bag_") == now
+        }
 
     def weights(self) -> dict[str, float]:
         "The weight of each term in the loss: directions, then their bags of tokens."
@@ -489,21 +511,34 @@ class Reconstruction(Anchored, TokenMeans):
                 "batch; give at least 2"
             )
 
+    def of_a_step(self, lengths: Mapping[str, float]) -> tuple[float, ...]:
+        "Lengths by direction as those of a step: all of them, or their mean over the steps."
+        if self.interleave == "batch":
+            return tuple(lengths.values())
+        return (sum(self.directions()[name] * length for name, length in lengths.items()),)
+
     def pair_tokens(self, lengths: TextLengths) -> PairTokens:
-        "One encoded and one decoded sequence for each direction whose weight is not 0."
+        "One encoded and one decoded sequence for each direction that a step has."
         encoded = {"queries": lengths.query, "positives": lengths.document}
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}
         most = self.target_tokens or math.inf
-        used = [SIDES[name] for name, weight in self.directions().items() if weight]
-        targets = [min(bodies[target] + self.predict_eos, most) for _, target in used]
+        used = {name: SIDES[name] for name, weight in self.directions().items() if weight}
+        targets = self.of_a_step(
+            {
+                name: min(bodies[target] + self.predict_eos, most)
+                for name, (_, target) in used.items()
+            }
+        )
         opening = lengths.opening if self.decode_opening == "encode" else 0
         return PairTokens(
             query=lengths.query,
             document=lengths.document,
-            encoded=self.read(*(encoded[source] for source, _ in used)),
+            encoded=self.read(
+                *self.of_a_step({name: encoded[source] for name, (source, _) in used.items()})
+            ),
             decoded=tuple(target + opening for target in targets),
             # a bag costs one projection of its anchor
-            scored=sum(targets) + (len(used) if self.bag_weight else 0),
+            scored=sum(targets) + (len(targets) if self.bag_weight else 0),
             counted=self.row_tokens(lengths.query, lengths.document),
         )
 

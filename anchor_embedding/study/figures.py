@@ -330,7 +330,7 @@ def plot_losses(
                 end = _draw_loss(axes, rows, "loss", ink, sigma=width)
                 labels.append((end, arm, ink, True))
                 for part, dashes in DIRECTIONS.items():
-                    if part in rows[0]:
+                    if any(part in row for row in rows):
                         end = _draw_loss(axes, rows, part, ink, dashes, width)
                         labels.append((end, part.upper(), ink, False))
             name, unit = loss_names(stage_objective(report, keys[0]))

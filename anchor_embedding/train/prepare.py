@@ -124,8 +124,8 @@ class TrainingData:
         return range(rank, len(rows), world)
 
     def batch(self, step: int, rank: int = 0, world: int = 1, as_given: bool = False) -> TokenBatch:
-        """The part of a step's batch that belongs to process `rank` of `world`, with the step's
-        seed. With `as_given`, pairs are not exchanged.
+        """The part of a step's batch that belongs to process `rank` of `world`, with the step and
+        its seed. With `as_given`, pairs are not exchanged.
         """
         of_dataset = self.plan.rows[self.plan.dataset(step)]
 
@@ -141,7 +141,8 @@ class TrainingData:
 
         rows = self.plan.step(step)
         places = self.places(step, rank, world)
-        own = replace(tokenized([rows[place] for place in places]), seed=self.seed(step))
+        own = tokenized([rows[place] for place in places])
+        own = replace(own, seed=self.seed(step), step=step)
         if not self.exchanged or as_given:
             return own
         other = tokenized([rows[(place + 1) % len(rows)] for place in places])
