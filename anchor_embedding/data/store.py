@@ -352,7 +352,7 @@ class _CountedFile(io.FileIO):
 @contextmanager
 def counted_parts(parts, source, progress):
     "A context that yields a function to open files; reading from them advances a progress bar."
-    total = sum(size for *_, size, _ in _stamps(parts))
+    total = sum(size for *_, size, _, _ in _stamps(parts))
     done = 0
     with progress_bar(
         total // 2**20,

@@ -248,8 +248,8 @@ def encode_corpus(
     overview = look_over(source, settings.columns)
     if overview.blank and rank == 0:
         warnings.warn(
-            f"{source}: {overview.blank:,} of {overview.documents:,} texts are blank; their vectors "
-            "are nearly equal and say nothing, but a search may find them: leave these texts out",
+            f"{source}: {overview.blank:,} of {overview.documents:,} texts are blank; their "
+            "vectors are nearly equal, and a search may find them: leave these texts out",
             stacklevel=2,
         )
     settings = _sized(settings, overview.documents)

@@ -52,7 +52,7 @@ def highest(
     scores: np.ndarray,  # (n, m)
     top: int,
 ) -> np.ndarray:  # (n, min(top, m)) columns
-    "The columns of the highest scores of every row, the highest first, and of equal ones the earlier."
+    "The columns of the highest scores of every row, best first; of equal scores the earlier."
     if scores.shape[1] <= top:
         return np.argsort(-scores, axis=1, kind="stable")
     best = np.empty((len(scores), top), dtype=np.int64)

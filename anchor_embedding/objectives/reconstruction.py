@@ -337,7 +337,7 @@ class Reconstruction(Anchored, TokenMeans):
     # decode the other text of the pair, or the text that the anchor was made from
     target: Literal["counterpart", "itself"] = "counterpart"
     target_tokens: Natural = 0  # decode only this many tokens at the beginning of a text; 0 = all
-    # both directions in every step, or one, so that documents are decoded in a share alpha of the steps
+    # a step trains both directions, or one: documents are decoded in a share alpha of the steps
     interleave: Literal["batch", "step"] = "batch"
     # a mean over all targets, or over texts, each counting the mean over its own targets
     reduction: Literal["token_mean", "text_mean"] = "token_mean"
@@ -428,7 +428,8 @@ class Reconstruction(Anchored, TokenMeans):
         weights = [self.first_weight] * first + [1.0] * (len(body) - first)
         if self.reduction == "token_mean":
             return weights
-        return [weight / sum(weights) for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
 
     def counts(self, batch: TokenBatch, names: Sequence[str]) -> list[float]:
         "What the sum of each term is divided by: the sum of the weights of its targets."
