@@ -544,12 +544,13 @@ class Reconstruction(Anchored, TokenMeans):
         )
 
     def choices(self) -> dict:
-        "The opening and the kind of mean, on which the paper is silent."
+        "The opening, the kind of mean and the interleaving, which the paper leaves open."
         opening = "not said: equations 3 and 4 leave BOS and template out, as equation 1 does"
         mean = "not said: equations 3 and 4 are sums over the tokens of one text"
         return {
             "decode_opening": (self.decode_opening, opening),
             "reduction": (self.reduction, mean),
+            "interleave": (self.interleave, 'not said how: the two tasks "interleave"'),
         }
 
 # %% ../../nbs/objectives/20_reconstruction.ipynb #91d3e7ba
