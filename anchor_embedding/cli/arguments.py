@@ -160,6 +160,8 @@ def _remedy(words: list[str], parser: Parser) -> str:
             value = words[1]
         if setting != _key(option):  # which may have another unit
             value = ""
+        if f"--{setting}" in _options(_called(parser)):
+            return f"write --{setting} VALUE"
         return f"write --set {setting}={value or 'VALUE'}"
     if option in _options(parser):
         return f"{option} belongs to another command; see --help"
