@@ -260,11 +260,12 @@ def pipeline_from_dict(doc: Mapping, load: Callable | None = None) -> Pipeline:
         except InputError as e:
             raise InputError(f"stage `{name}`: {e}") from None
     for key in shared:
-        kind_of(key)
-        if not any(takes(key, s.to_dict()) for s in stages.values()):
-            raise InputError(
-                f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out"
-            )
+        if any(takes(key, s.to_dict()) for s in stages.values()):
+            continue
+        kind_of(key)  # raises for a setting that nothing has
+        raise InputError(
+            f"`{key}` in [shared] belongs to {owners(key)}; no stage is that: leave it out"
+        )
     if "name" not in doc:
         raise InputError("`name` is missing: a pipeline has no default for it")
     top = {key: doc[key] for key in ("name", "description") if key in doc}
