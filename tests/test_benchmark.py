@@ -22,6 +22,7 @@ from anchor_embedding.common.scores import read_scores
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.encoders import load_model
+from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.evaluate import benchmark, candidate, encoder
 from anchor_embedding.evaluate.benchmark import evaluate, run_task
 from anchor_embedding.evaluate.encoder import MtebEncoder, VectorStore, style_of
@@ -298,6 +299,26 @@ def test_a_sentence_transformers_folder_scores_the_same(model, generated, tmp_pa
     assert ours["about"]["dtype"] == "float32" and list(scores_table([ours, theirs]).columns)[
         1:
     ] == ["model-none", "st"]
+
+
+def test_an_export_of_unit_vectors_is_scored_by_these(saved, generated, tmp_path, monkeypatch):
+    lengths = {True: [], False: []}
+
+    class Recorded(MtebEncoder):
+        def encode(self, *inputs, **settings):
+            vectors = super().encode(*inputs, **settings)
+            lengths[self.normalize].extend(np.linalg.norm(vectors, axis=1))
+            return vectors
+
+    monkeypatch.setattr(benchmark, "MtebEncoder", Recorded)
+    for normalize in (True, False):
+        out = tmp_path / str(normalize)
+        export_embedder(saved, out, normalize=normalize, base="owner/a-base", license="mit")
+        options = {"dtype": "float32", "device": "cpu", "say": str, "progress": False}
+        scores = evaluate(out, "Pairs", tmp_path / "scores", generated, **options)
+        assert scores["about"].get("normalize", False) == normalize
+    assert np.allclose(lengths[True], 1, atol=1e-5)
+    assert len(lengths[False]) == len(lengths[True]) and not np.allclose(lengths[False], 1)
 
 
 # ---- stored results and failures
