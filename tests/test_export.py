@@ -587,7 +587,7 @@ for name in ("owner/merged", "owner/adapter"):
 np.save(sys.argv[1], found)
 
 import torch
-from anchor_embedding.model.base import hub_revision
+from anchor_embedding.model.loading import hub_revision
 from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe_files import load_recipe
 

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.provenance import weights_digest
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
 from anchor_embedding.embed.encoders import model_revision
 from anchor_embedding.model.base import resolve_base
+from anchor_embedding.model.loading import add_lora, load_decoder
+from anchor_embedding.model.packing import pack
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,11 @@ def model(folder, kind="llama", tied=True, **overrides):
     return folder
 
 
+@pytest.fixture
+def batch():
+    return pack([[5, 6, 7, 2], [9, 2]])
+
+
 def change(file, function):
     """Rewrites the tensors of a file."""
     save_file(function(load_file(file)), file, {"format": "pt"})
@@ -41,6 +49,10 @@ def change(file, function):
 
 def without(part):
     return lambda tensors: {key: value for key, value in tensors.items() if part not in key}
+
+
+def larger(tensors):
+    return {key: 1.1 * value for key, value in tensors.items()}
 
 
 def message(capsys, *arguments):
@@ -239,8 +251,56 @@ def test_an_adapter_on_the_hub_has_a_revision_which_is_of_its_base_too(cached):
     (cached / "snapshots/one").rename(cached / "snapshots/three")
     (cached / "refs/main").write_text("three")
     assert model_revision("me/adapter") != adapter
+    # unless it names the commit
+    settings["revision"] = "one"
+    (folder / "snapshots/two/adapter_config.json").write_text(json.dumps(settings))
+    pinned = model_revision("me/adapter")
+    (cached / "refs/main").write_text("four")
+    assert model_revision("me/adapter") == pinned
     with pytest.raises(InputError, match="there is no model 'me/nothing'"):
         model_revision("me/nothing")
+
+
+def test_an_adapter_is_loaded_on_the_commit_of_its_base_that_it_was_trained_on(
+    cached, tmp_path, batch
+):
+    first, newest = "1" * 40, "2" * 40
+    for commit in (first, newest):
+        model(cached / "snapshots" / commit)
+    change(cached / "snapshots" / newest / "model.safetensors", larger)
+    (cached / "refs/main").write_text(first)
+    adapter = tmp_path / "adapter"
+    decoder = add_lora(load_decoder("me/model"))
+    untrained = decoder.encode(batch)
+    decoder.model.save_pretrained(adapter)
+    assert json.loads((adapter / "adapter_config.json").read_text())["revision"] == first
+    (cached / "refs/main").write_text(newest)
+    torch.testing.assert_close(load_decoder(adapter).encode(batch), untrained)
+    assert not torch.allclose(load_decoder("me/model").encode(batch), untrained, atol=0.1)
+    # a second adapter's base is a folder, which has no commits
+    assert add_lora(load_decoder(adapter)).model.peft_config["default"].revision is None
+
+
+def test_a_checkpoint_whose_base_was_trained_again_is_refused(tmp_path, texts, capsys):
+    base = model(tmp_path / "base")
+    run = tmp_path / "run"
+    checkpoint = run / "step-000002"
+    decoder = add_lora(load_decoder(base))
+    decoder.model.save_pretrained(checkpoint)
+    tiny_tokenizer("smollm2").save_pretrained(checkpoint)
+    card = {"recipe": {"base": str(base)}, "base_digest": weights_digest(base)}
+    (run / "card.json").write_text(json.dumps(card))
+    assert main([str(word) for word in encoding(checkpoint, texts, tmp_path)]) == 0
+    change(base / "model.safetensors", larger)
+    assert "was trained on other weights than those that are now in" in message(
+        capsys, *encoding(checkpoint, texts, tmp_path / "again")
+    )
+    # the commit of a hub model is no digest of a copy of it in a folder
+    (run / "card.json").write_text(json.dumps(card | {"base_revision": "1" * 40}))
+    Embedder.from_pretrained(checkpoint)
+    (run / "card.json").write_text("[]")
+    with pytest.raises(InputError, match=r"card\.json is damaged"):
+        Embedder.from_pretrained(checkpoint)
 
 
 def test_the_hub_is_asked_for_settings_even_if_older_ones_are_cached(cached, monkeypatch, tmp_path):

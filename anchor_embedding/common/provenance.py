@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['source_commit', 'code_digest', 'installed_versions', 'processor_name', 'device_name', 'dtype_name', 'usable_cores',
-           'weights_digest', 'find_cards']
+           'weights_digest', 'check_base', 'find_cards']
 
 # %% ../../nbs/common/15_provenance.ipynb #45cb5e4b
 import hashlib
@@ -137,8 +137,36 @@ def weights_digest(
 
 def _other_weights(card: dict, base: Path) -> bool:
     "Whether the folder of a run's base has other weights by now."
-    known = card.get("base_digest")
+    known = None if "base_revision" in card else card.get("base_digest")
     return bool(known) and any(base.glob("*.safetensors")) and weights_digest(base) != known
+
+
+def _read_card(run: Path) -> dict:
+    "The card in a folder. Raises `InputError` for a damaged one."
+    try:
+        card = json.loads((run / "card.json").read_text(encoding="utf-8"))
+        Path(card["recipe"]["base"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{run / 'card.json'} is damaged ({error}); correct it, or export a copy "
+            "of the model from another place"
+        ) from error
+    return card
+
+
+def check_base(
+    adapter: str | Path,  # folder of a checkpoint, or of an exported adapter
+    base: str | Path,  # the folder that the adapter names
+) -> None:
+    """Raise `InputError` if a base has other weights than the run that trained the adapter began
+    with. Nothing is known without a card of that run, or of a model on the hub.
+    """
+    run = _with_card(Path(adapter), Path(adapter).parent)
+    if run and _other_weights(_read_card(run), Path(base)):
+        raise InputError(
+            f"the adapter in {adapter} was trained on other weights than those that are now in "
+            f"{base}: put the weights back that it began with, or train it again"
+        )
 
 
 def find_cards(
@@ -153,18 +181,12 @@ def find_cards(
     seen = set()
     while run and run.resolve() not in seen:
         seen.add(run.resolve())
-        try:
-            cards.insert(0, json.loads((run / "card.json").read_text(encoding="utf-8")))
-            if "earlier" in cards[0]:  # an exported model: its card holds those of earlier runs
-                cards[:0] = cards[0].pop("earlier")
-                break
-            # relative to the folder in which that run was started
-            base = Path(cards[0].get("base_folder", cards[0]["recipe"]["base"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{run / 'card.json'} is damaged ({error}); correct it, or export a copy "
-                "of the model from another place"
-            ) from error
+        cards.insert(0, _read_card(run))
+        if "earlier" in cards[0]:  # an exported model: its card holds those of earlier runs
+            cards[:0] = cards[0].pop("earlier")
+            break
+        # relative to the folder in which that run was started
+        base = Path(cards[0].get("base_folder", cards[0]["recipe"]["base"]))
         if len(base.parts) < 2:  # a model by its name, or a folder that no run has made
             break
         # the runs may have been moved together

@@ -144,7 +144,10 @@ def _folder_revision(folder: Path) -> str:
 def _base_revision(adapter: Path) -> str:
     "The revision of the base that the settings of an adapter name."
     settings = json.loads(adapter.read_text(encoding="utf-8"))
-    return model_revision(settings["base_model_name_or_path"])
+    base = settings["base_model_name_or_path"]
+    # the commit of a base on the hub, if the adapter names one
+    pinned = None if Path(base).exists() else settings.get("revision")
+    return pinned or model_revision(base)
 
 # %% ../../nbs/embed/20_encoders.ipynb #a63b3742
 def _vocabulary(tokenizer) -> dict:

@@ -251,7 +251,8 @@ def _write_weights(
             "programs load a single one: export it merged"
         )
     if adapter and base:
-        _edit_json(folder / _ADAPTER[0], lambda values: values | {"base_model_name_or_path": base})
+        named = {"base_model_name_or_path": base, "revision": None}
+        _edit_json(folder / _ADAPTER[0], lambda values: values | named)
     elif adapter and push and Path(_base_of(folder)).exists():
         raise InputError(
             "the base of this adapter is a local folder, which other users do not have: give its "

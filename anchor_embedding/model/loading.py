@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_BFLOAT16', 'choose_device', 'find_device', 'choose_dtype', 'keep_freed_memory', 'return_freed_memory',
-           'busy_note', 'free_memory', 'check_report', 'load_causal_lm', 'check_head', 'check_vocabulary',
-           'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations', 'compile_layers', 'add_lora',
-           'halve_frozen', 'merge_lora']
+           'busy_note', 'free_memory', 'check_report', 'hub_revision', 'load_causal_lm', 'check_head',
+           'check_vocabulary', 'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
+           'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
 
 # %% ../../nbs/model/55_loading.ipynb #58c54d7b
 import ctypes
@@ -28,6 +28,7 @@ from torch import nn
 
 from ..common.errors import InputError
 from ..common.files import read_json
+from ..common.provenance import check_base
 from ..common.settings import closest
 from .agreement import check_configuration, eager_outputs
 from .decoder import CausalDecoder, probe, probe_texts
@@ -230,9 +231,20 @@ def _check_architecture(config) -> None:
         ) from error
 
 
+def hub_revision(
+    name: str,  # of a model on the hub, or a folder
+) -> str | None:
+    "The commit of a hub model in the local cache; None for a folder or a model not in the cache."
+    from huggingface_hub import try_to_load_from_cache
+
+    path = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None
+
+
 def load_causal_lm(
     name: str,  # folder or hub name
     dtype: torch.dtype | str,
+    revision: str | None = None,  # commit of a model on the hub; None = the newest
     **to,  # where to: `device_map`
 ):
     """A causal LM of transformers whose weights are all from its file; a missing head is zero.
@@ -241,12 +253,13 @@ def load_causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_json(name, "config.json")
-    config = _loaded(name, AutoConfig.from_pretrained)
+    config = _loaded(name, AutoConfig.from_pretrained, revision=revision)
     _check_architecture(config)  # before gigabytes are read
     options = {
         "attn_implementation": "eager",
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
+        "revision": revision,
     }
     model, report = _loaded(
         name, AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype, **options, **to
@@ -374,16 +387,18 @@ def load_decoder(
     device: torch.device | str = "cpu",
     # of matrix products; None = `dtype`; another one than `dtype` only bfloat16 with float32
     compute_dtype: torch.dtype | None = None,
+    revision: str | None = None,  # commit of a model on the hub; None = the newest
 ) -> CausalDecoder:
-    """Load a causal LM with packed attention and probe it; if `name` is an adapter, load its base
-    and merge it. Raises `InputError` for what cannot be loaded or used.
+    """Load a causal LM with packed attention and probe it; if `name` is an adapter, load its base,
+    at the commit that it names, and merge it. Raises `InputError` for what cannot be loaded or used.
     """
     _refuse_file(name)
     if (Path(name) / "adapter_config.json").exists():
         return _load_adapter(name, dtype, device, compute_dtype)
     on_cpu = torch.device(device).type == "cpu"
     # loaded directly onto its device
-    model = load_causal_lm(name, dtype, **({} if on_cpu else {"device_map": str(device)}))
+    to = {} if on_cpu else {"device_map": str(device)}
+    model = load_causal_lm(name, dtype, revision, **to)
     if Path(name).is_dir():  # an adapter names it, perhaps saved from another working folder
         model.name_or_path = str(Path(name).absolute())
     if dtype == "auto" and not _multiplies(model.dtype, compute_dtype):
@@ -395,7 +410,9 @@ def load_decoder(
         )
     if on_cpu:
         keep_freed_memory()
-    return _prepare(model.to(device).eval(), compute_dtype)
+    decoder = _prepare(model.to(device).eval(), compute_dtype)
+    decoder.revision = revision or hub_revision(name)
+    return decoder
 
 
 def _multiplies(weights: torch.dtype, compute_dtype: torch.dtype | None) -> bool:
@@ -491,6 +508,7 @@ def add_lora(
         lora_dropout=dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
+        revision=decoder.revision,
     )
     try:
         decoder.model = get_peft_model(decoder.model, config)
@@ -574,8 +592,10 @@ def _load_adapter(folder, dtype, device, compute_dtype):
             f"the adapter in {str(folder)!r} adds virtual tokens ({config.peft_type.value}), which "
             "cannot be merged into a model; train LoRA"
         )
+    base = config.base_model_name_or_path
+    check_base(folder, base)
     try:
-        decoder = load_decoder(config.base_model_name_or_path, dtype, device, compute_dtype)
+        decoder = load_decoder(base, dtype, device, compute_dtype, config.revision)
     except InputError as error:
         raise InputError(f"the adapter in {folder} needs its base model: {error}") from error
     weights = _loaded(folder, load_peft_weights, device="cpu")
@@ -599,4 +619,5 @@ def _load_adapter(folder, dtype, device, compute_dtype):
     # an adapter that is added to this model names it as its base
     decoder.model.name_or_path = str(Path(folder).absolute())
     decoder.merged = False  # that folder has the merged adapter too
+    decoder.revision = None
     return decoder

@@ -55,6 +55,7 @@ from anchor_embedding.model.loading import (
     compile_layers,
     free_memory,
     halve_frozen,
+    hub_revision,
     load_adapter,
     load_decoder,
 )
@@ -70,7 +71,7 @@ from anchor_embedding.train.cost import (
 
 # %% ../../nbs/train/35_prepare.ipynb #d892e9bc
 from ..data.store import ExampleStore, open_examples
-from ..model.base import Base, hub_revision, resolve_base
+from ..model.base import Base, resolve_base
 from anchor_embedding.model.ranks import (
     balanced_share,
 )
