@@ -1028,6 +1028,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._note_other_prompts': ( 'embed/export.html#_note_other_prompts',
                                                                                                       'anchor_embedding/embed/export.py'),
+                                               'anchor_embedding.embed.export._on_base': ( 'embed/export.html#_on_base',
+                                                                                           'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._origin': ( 'embed/export.html#_origin',
                                                                                           'anchor_embedding/embed/export.py'),
                                                'anchor_embedding.embed.export._post_processor': ( 'embed/export.html#_post_processor',

@@ -561,16 +561,17 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="the base of this adapter is a local folder"):
         export_embedder(embedder, tmp_path / "exported", adapter=True, push="owner/name")
     assert not calls and not (tmp_path / "exported").exists()
-    export_embedder(
-        embedder, tmp_path / "exported", adapter=True, push="owner/name", base="owner/base"
-    )
-    assert len(calls) == 2
-    assert (
-        json.loads((tmp_path / "exported" / "adapter_config.json").read_text())[
-            "base_model_name_or_path"
-        ]
-        == "owner/base"
-    )
+    (configured,) = embedder.decoder.model.peft_config.values()
+    configured.base_model_name_or_path = "owner/other"
+    configured.revision = "1" * 40
+    for base, revision in (("owner/base", None), ("owner/other", "1" * 40)):
+        folder = tmp_path / base
+        export_embedder(embedder, folder, adapter=True, push="owner/name", base=base)
+        named = json.loads((folder / "adapter_config.json").read_text())
+        assert named["base_model_name_or_path"] == base
+        # the commit of another base is none of this one
+        assert named["revision"] == revision
+    assert len(calls) == 4
 
 
 FROM_HUB = """

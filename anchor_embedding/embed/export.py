@@ -219,6 +219,12 @@ def _base_of(adapter: Path) -> str:
     return config["base_model_name_or_path"] or ""
 
 
+def _on_base(config: dict, base: str) -> dict:
+    "The configuration of an adapter of this base; the commit of another base is not one of this."
+    revision = config.get("revision") if config["base_model_name_or_path"] == base else None
+    return config | {"base_model_name_or_path": base, "revision": revision}
+
+
 def _write_weights(
     embedder: Embedder,
     source: Path | None,
@@ -251,8 +257,7 @@ def _write_weights(
             "programs load a single one: export it merged"
         )
     if adapter and base:
-        named = {"base_model_name_or_path": base, "revision": None}
-        _edit_json(folder / _ADAPTER[0], lambda values: values | named)
+        _edit_json(folder / _ADAPTER[0], lambda values: _on_base(values, base))
     elif adapter and push and Path(_base_of(folder)).exists():
         raise InputError(
             "the base of this adapter is a local folder, which other users do not have: give its "
