@@ -414,7 +414,9 @@ def test_scores_are_those_of_vectors_of_length_1_where_the_model_has_these(tmp_p
     where = {"hf_split": "test", "hf_subset": "default"}
     where["task_metadata"] = mteb.get_task("STSBenchmark").metadata
     texts = ["the ship", "a tide that turns"]
-    vectors = MtebEncoder(load_model(unit), normalize=True).encode([{"text": texts}], **where)
+    vectors = MtebEncoder(load_model(unit, "float32"), normalize=True).encode(
+        [{"text": texts}], **where
+    )
     theirs = SentenceTransformer(str(unit), device="cpu").encode(texts)
     np.testing.assert_allclose(vectors, theirs, atol=1e-6)
     entry = {"main_score": 0.4321, "metric": "accuracy", "split": "test"}

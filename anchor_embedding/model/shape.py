@@ -157,6 +157,8 @@ def model_from_config(
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     kind = config.get("model_type")
+    if kind is None:
+        raise InputError("model_type is missing")
     if kind not in CONFIG_MAPPING:
         hint = closest(str(kind), CONFIG_MAPPING, "see the models that it lists")
         raise InputError(f"transformers has no model_type {kind!r}; {hint}")
