@@ -6,9 +6,11 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import mteb
@@ -16,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoTokenizer
 
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.common.provenance import find_cards
+from anchor_embedding.common.provenance import find_cards, weights_digest
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
 from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder, load_embedder
@@ -535,7 +538,20 @@ class Hub:
         self.calls.append((name, options))
 
     def upload_folder(self, **options):
-        self.calls.append(sorted(path.name for path in Path(options["folder_path"]).iterdir()))
+        written = sorted(path.name for path in Path(options["folder_path"]).iterdir())
+        self.calls.append(written)
+        # what an earlier export left there is removed, and nothing of the owner's
+        there = ["adapter_model.safetensors", "onnx/model.onnx", "LICENSE", "README.md", "own.py"]
+        gone = filter_repo_objects(there, allow_patterns=options["delete_patterns"])
+        assert [*gone] == there[:2]
+        inside = [
+            str(path.relative_to(options["folder_path"]))
+            for path in Path(options["folder_path"]).rglob("*")
+            if path.is_file()
+        ]
+        assert {*inside} - {
+            *filter_repo_objects(inside, allow_patterns=options["delete_patterns"])
+        } == {"README.md"}
         return "https://hub/owner/name"
 
 
@@ -568,12 +584,33 @@ def test_push_an_adapter(tmp_path, monkeypatch):
     configured.revision = "1" * 40
     for base, revision in (("owner/base", None), ("owner/other", "1" * 40)):
         folder = tmp_path / base
-        export_embedder(embedder, folder, adapter=True, push="owner/name", base=base)
+        unknown = (
+            nullcontext() if revision else pytest.warns(UserWarning, match="is not known here")
+        )
+        with unknown:
+            export_embedder(embedder, folder, adapter=True, push="owner/name", base=base)
         named = json.loads((folder / "adapter_config.json").read_text())
         assert named["base_model_name_or_path"] == base
         # the commit of another base is none of this one
         assert named["revision"] == revision
     assert len(calls) == 4
+
+
+def test_an_adapter_names_no_base_with_other_weights(tmp_path):
+    embedder = with_adapter(make(tmp_path / "model"))
+    embedder.save_pretrained(tmp_path / "step-000002")
+    same = shutil.copytree(tmp_path / "model", tmp_path / "same")
+    make(other := tmp_path / "other", "qwen2")
+    for source in (embedder, tmp_path / "step-000002"):
+        folder = export_embedder(
+            source, tmp_path / f"on-{type(source).__name__}", True, base=str(same)
+        )
+        settings = json.loads((folder / "anchor_embedding.json").read_text())
+        assert settings["base_digest"] == weights_digest(same)
+        Embedder.from_pretrained(folder)
+        with pytest.raises(InputError, match=r"other has other weights than .*model, on which"):
+            export_embedder(source, tmp_path / "refused", adapter=True, base=str(other))
+    assert not (tmp_path / "refused").exists()
 
 
 FROM_HUB = """

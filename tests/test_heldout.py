@@ -308,6 +308,7 @@ def test_a_pipeline_without_stage_1_trains_on_what_it_would_hold_out_for_it(base
     for name, part in (("train", rows[:30]), ("val", rows[30:])):
         text = "".join(json.dumps(row) + "\n" for row in part)
         (tmp_path / "data" / f"{name}.jsonl").write_text(text)
+    (tmp_path / "data" / "more.tsv").write_text("query\tpositive\n")
     shared = [f"base={base}", f"data={tmp_path / 'data'}", "batch_size=8", "max_length=24"]
     shared += ["steps=2", "evaluation.pairs=8", "evaluation.every=2", "dtype=float32"]
     for name, counts in (
@@ -322,3 +323,4 @@ def test_a_pipeline_without_stage_1_trains_on_what_it_would_hold_out_for_it(base
         run_pipeline(pipeline, tmp_path / name, progress=False, say=said.append)
         assert any(line.startswith(counts) for line in said), said
         assert any(line.endswith("may be a test split: val.jsonl") for line in said), said
+        assert any(line.endswith("data: not read: more.tsv") for line in said), said

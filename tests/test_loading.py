@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from anchor_embedding.cli.main import main
 from anchor_embedding.common.errors import InputError
-from anchor_embedding.common.provenance import weights_digest
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
 from anchor_embedding.embed.encoders import model_revision
@@ -281,26 +280,34 @@ def test_an_adapter_is_loaded_on_the_commit_of_its_base_that_it_was_trained_on(
     assert add_lora(load_decoder(adapter)).model.peft_config["default"].revision is None
 
 
-def test_a_checkpoint_whose_base_was_trained_again_is_refused(tmp_path, texts, capsys):
+@pytest.mark.parametrize("bin_file", [False, True], ids=["safetensors", "bin"])
+def test_an_adapter_whose_base_was_trained_again_is_refused(tmp_path, texts, capsys, bin_file):
     base = model(tmp_path / "base")
-    run = tmp_path / "run"
-    checkpoint = run / "step-000002"
-    decoder = add_lora(load_decoder(base))
-    decoder.model.save_pretrained(checkpoint)
-    tiny_tokenizer("smollm2").save_pretrained(checkpoint)
-    card = {"recipe": {"base": str(base)}, "base_digest": weights_digest(base)}
-    (run / "card.json").write_text(json.dumps(card))
-    assert main([str(word) for word in encoding(checkpoint, texts, tmp_path)]) == 0
-    change(base / "model.safetensors", larger)
-    assert "was trained on other weights than those that are now in" in message(
-        capsys, *encoding(checkpoint, texts, tmp_path / "again")
-    )
-    # the commit of a hub model is no digest of a copy of it in a folder
-    (run / "card.json").write_text(json.dumps(card | {"base_revision": "1" * 40}))
-    Embedder.from_pretrained(checkpoint)
-    (run / "card.json").write_text("[]")
-    with pytest.raises(InputError, match=r"card\.json is damaged"):
-        Embedder.from_pretrained(checkpoint)
+    if bin_file:
+        torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+        (base / "model.safetensors").unlink()
+    embedder = Embedder.from_pretrained(base, dtype="float32")
+    add_lora(embedder.decoder)
+    adapter = tmp_path / "adapter"
+    embedder.save_pretrained(adapter)
+    # an adapter in a folder of another model belongs to its own base
+    inner = tmp_path / "adapter" / "inner"
+    embedder.save_pretrained(inner)
+    assert main([str(word) for word in encoding(adapter, texts, tmp_path)]) == 0
+    if bin_file:
+        larger_weights = larger(torch.load(base / "pytorch_model.bin"))
+        torch.save(larger_weights, base / "pytorch_model.bin")
+    else:
+        change(base / "model.safetensors", larger)
+    (tmp_path / "link").symlink_to(adapter)
+    shutil.copytree(adapter, tmp_path / "copy")
+    for folder in (adapter, inner, tmp_path / "link", tmp_path / "copy"):
+        assert "was trained on other weights than those that are now in" in message(
+            capsys, *encoding(folder, texts, tmp_path / "again")
+        )
+    (adapter / SETTINGS_FILE).write_text("[]")
+    with pytest.raises(InputError, match="holds no JSON object"):
+        load_decoder(adapter)
 
 
 def test_the_hub_is_asked_for_settings_even_if_older_ones_are_cached(cached, monkeypatch, tmp_path):

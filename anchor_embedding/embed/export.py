@@ -16,13 +16,14 @@ from pathlib import Path
 
 from ..common.errors import InputError, one_line
 from ..common.files import atomic_folder, leftovers, read_json, refuse_here
-from ..common.provenance import find_cards, installed_versions
+from ..common.provenance import find_cards, installed_versions, weights_digest
 from ..common.scores import read_scores
 from ..data.batches import Instructions
 from .card import check_scores, exported_card, find_base, model_card
 from anchor_embedding.embed.embedder import (
     BARE_TOKENIZER,
     CARD,
+    SETTINGS_FILE,
     Embedder,
     default_instructions,
     document_instructions,
@@ -34,6 +35,7 @@ from .encoders import normalizes
 from .onnx import check_packages, write_onnx
 from ..model.base import resolve_base
 from ..model.decoder import check_positions
+from ..model.loading import cached_copy
 from ..model.text import TextTokenizer, format_instruction
 
 # %% ../../nbs/embed/40_export.ipynb #9ae2a6d5
@@ -219,10 +221,35 @@ def _base_of(adapter: Path) -> str:
     return config["base_model_name_or_path"] or ""
 
 
+def _base_digest(source: Path | None, embedder: Embedder) -> str:
+    "Of the weights that an adapter was trained on; loading a saved one has compared them."
+    return weights_digest(_base_of(source)) if source else embedder.decoder.weights_digest
+
+
 def _on_base(config: dict, base: str) -> dict:
     "The configuration of an adapter of this base; the commit of another base is not one of this."
     revision = config.get("revision") if config["base_model_name_or_path"] == base else None
     return config | {"base_model_name_or_path": base, "revision": revision}
+
+
+def _check_named_base(base: str, trained_on: str) -> None:
+    """Raise `InputError` if an adapter would name a base with other weights than those that it was
+    trained on; warn if that is not known.
+    """
+    known, named = (weights_digest(cached_copy(name) or name) for name in (trained_on, base))
+    if base == trained_on or (known and known == named):
+        return
+    whole = "or export it merged"
+    if known and named:
+        raise InputError(
+            f"the base {base} has other weights than {trained_on}, on which this adapter was "
+            f"trained: name a base with these weights, {whole}"
+        )
+    warnings.warn(
+        f"the adapter will be loaded on {base}; whether that has the weights of {trained_on}, on "
+        f"which it was trained, is not known here: if not, upload these and name them, {whole}",
+        stacklevel=4,
+    )
 
 
 def _write_weights(
@@ -257,11 +284,12 @@ def _write_weights(
             "programs load a single one: export it merged"
         )
     if adapter and base:
+        _check_named_base(base, _base_of(folder))
         _edit_json(folder / _ADAPTER[0], lambda values: _on_base(values, base))
     elif adapter and push and Path(_base_of(folder)).exists():
         raise InputError(
-            "the base of this adapter is a local folder, which other users do not have: give its "
-            "name on the hub with base=…, or push it merged"
+            "the base of this adapter is a local folder, which other users do not have: give the "
+            "name of the same weights on the hub with base=…, or push it merged"
         )
     if (folder / "config.json").exists():
         _edit_json(folder / "config.json", _readable_config)
@@ -478,7 +506,7 @@ def export_embedder(
     with atomic_folder(folder) as aside:
         _write_weights(embedder, source, aside, adapter, base, push)
         _write_tokenizers(embedder, padding_side, aside)
-        write_settings(embedder, aside)
+        write_settings(embedder, aside, _base_digest(source, embedder) if adapter else "")
         _write_files(aside, files)
         if onnx:
             write_onnx(aside)
@@ -487,6 +515,30 @@ def export_embedder(
     return folder
 
 # %% ../../nbs/embed/40_export.ipynb #989a7e39
+# the files of a repository that an export may have written
+_OF_EXPORTS = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "modules.json",
+    "[0-9]_*/*",
+    "onnx/*",
+    f"{BARE_TOKENIZER}/*",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.jinja",
+    SETTINGS_FILE,
+    CARD,
+]
+
+
 def push_to_hub(
     folder: Path,  # an exported model
     name: str,  # "owner/name"
@@ -508,7 +560,11 @@ def push_to_hub(
         hub.create_repo(name, private=private, exist_ok=True)
         return str(
             hub.upload_folder(
-                repo_id=name, folder_path=folder, commit_message="Export from anchor_embedding"
+                repo_id=name,
+                folder_path=folder,
+                commit_message="Export from anchor_embedding",
+                # an adapter or a graph of an earlier export would be loaded with the new files
+                delete_patterns=_OF_EXPORTS,
             )
         )
     except (

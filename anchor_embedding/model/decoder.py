@@ -47,6 +47,7 @@ class CausalDecoder(nn.Module):
         # whether an adapter was merged in memory, so that the weights are in no folder
         self.merged = False
         self.revision = None  # commit of a model from the hub
+        self.weights_digest = ""  # of the folder that the weights are from
         self.liger = 0  # number of modules that liger-kernel computes
 
     causal_lm = property(lambda self: self.model.get_base_model() if self.adapted else self.model)

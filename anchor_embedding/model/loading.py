@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_BFLOAT16', 'choose_device', 'find_device', 'choose_dtype', 'keep_freed_memory', 'return_freed_memory',
-           'busy_note', 'free_memory', 'check_report', 'hub_revision', 'load_causal_lm', 'check_head',
+           'busy_note', 'free_memory', 'check_report', 'cached_copy', 'hub_revision', 'load_causal_lm', 'check_head',
            'check_vocabulary', 'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
            'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
 
@@ -22,13 +22,13 @@ from pickle import UnpicklingError
 
 import psutil
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
 from ..common.errors import InputError
 from ..common.files import read_json
-from ..common.provenance import check_base
+from ..common.provenance import check_base, weights_digest
 from ..common.settings import closest
 from .agreement import check_configuration, eager_outputs
 from .decoder import CausalDecoder, probe, probe_texts
@@ -231,14 +231,25 @@ def _check_architecture(config) -> None:
         ) from error
 
 
+def cached_copy(
+    name: str,  # of a model on the hub, or a folder
+) -> Path | None:
+    "The local copy of a hub model; None for a folder or a model not in the cache."
+    from huggingface_hub import try_to_load_from_cache
+
+    path = None
+    if not Path(name).exists():
+        with suppress(HFValidationError):  # no name of a model
+            path = try_to_load_from_cache(name, "config.json")
+    return Path(path).parent if isinstance(path, str) else None
+
+
 def hub_revision(
     name: str,  # of a model on the hub, or a folder
 ) -> str | None:
     "The commit of a hub model in the local cache; None for a folder or a model not in the cache."
-    from huggingface_hub import try_to_load_from_cache
-
-    path = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
-    return Path(path).parent.name if isinstance(path, str) else None
+    copy = cached_copy(name)
+    return copy and copy.name
 
 
 def load_causal_lm(
@@ -412,6 +423,7 @@ def load_decoder(
         keep_freed_memory()
     decoder = _prepare(model.to(device).eval(), compute_dtype)
     decoder.revision = revision or hub_revision(name)
+    decoder.weights_digest = weights_digest(name)
     return decoder
 
 
@@ -620,4 +632,5 @@ def _load_adapter(folder, dtype, device, compute_dtype):
     decoder.model.name_or_path = str(Path(folder).absolute())
     decoder.merged = False  # that folder has the merged adapter too
     decoder.revision = None
+    decoder.weights_digest = weights_digest(folder)
     return decoder

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..common.errors import InputError
 from ..embed.corpus import Corpus
-from ..embed.embedder import Embedder
+from ..embed.embedder import Embedder, document_instructions
 from ..embed.index import Index, search_index
 from ..embed.search import search_corpus
 from ..model.text import list_of_texts
@@ -60,7 +60,9 @@ def _over_texts(embedder, texts, top, instruction) -> tuple[str, Answer]:
     texts = list_of_texts(texts)
     if not texts:
         raise InputError("there are no texts to search; give search_box a list of at least one")
-    vectors = embedder.encode(texts, normalize=True)
+    # documents that had the instruction of their queries in training have it here
+    asked = document_instructions(embedder.instructions, embedder.datasets, instruction or "")
+    vectors = embedder.encode(texts, asked.get("document"), normalize=True)
 
     def answer(query):
         hits = nearest(embedder, vectors, query, top, instruction)
