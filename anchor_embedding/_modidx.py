@@ -1795,6 +1795,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'anchor_embedding/evaluate/sweep.py'),
                                                  'anchor_embedding.evaluate.sweep._last_step': ( 'evaluate/sweep.html#_last_step',
                                                                                                  'anchor_embedding/evaluate/sweep.py'),
+                                                 'anchor_embedding.evaluate.sweep._task_line': ( 'evaluate/sweep.html#_task_line',
+                                                                                                 'anchor_embedding/evaluate/sweep.py'),
                                                  'anchor_embedding.evaluate.sweep.sweep': ( 'evaluate/sweep.html#sweep',
                                                                                             'anchor_embedding/evaluate/sweep.py')},
             'anchor_embedding.evaluate.tasks': { 'anchor_embedding.evaluate.tasks._english': ( 'evaluate/tasks.html#_english',

@@ -825,8 +825,9 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
     assert lines[0] == usual and [line["score"] for line in lines[1:]] == [
         found["tasks"]["Pairs"]["main_score"] for found in swept
     ]
-    assert lines[1].keys() == usual.keys()
+    assert lines[1].keys() == usual.keys() | {"data"}
     assert lines[2] == usual | {
+        "data": lines[1]["data"],
         "score": lines[2]["score"],
         "prompts": "mteb",
         "max_length": 56,

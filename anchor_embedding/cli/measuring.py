@@ -70,7 +70,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
     "Measure held-out retrieval of a GIRCSE model for every number of soft tokens."
     from anchor_embedding.common.files import check_place
     from anchor_embedding.evaluate.heldout import split_pairs
-    from anchor_embedding.study.arms import HeldoutEvaluation
+    from anchor_embedding.study.arms import HeldoutEvaluation, trained_instructions
     from anchor_embedding.study.steps import check_unseen, split_as_trained, sweep_steps
 
     if args.refine_steps < 1:
@@ -91,7 +91,7 @@ def soft_tokens_command(args: argparse.Namespace) -> None:
         pairs = split_as_trained(Path(args.model), args.data, args.heldout, args.seed)
         pairs = pairs.part(args.part)
         check_unseen(Path(args.model), pairs, say)
-    asked = HeldoutEvaluation(pairs).asked(embedder)
+    asked = HeldoutEvaluation(pairs).asked(trained_instructions(embedder))
     rows = sweep_steps(embedder, pairs.retrieval(), args.refine_steps, *asked)
     for row in rows:
         print(json.dumps({key: round(value, 4) for key, value in row.items() if key != "ranks"}))

@@ -297,11 +297,11 @@ class HeldoutRetrieval:
             for query in distinct
         ]
 
-    def with_texts(self, change: Callable[[str], str]) -> "HeldoutRetrieval":
-        "The same queries, documents and judgements with changed texts, such as cut ones."
+    def with_texts(self, queries: list[str], documents: list[str]) -> "HeldoutRetrieval":
+        "The same judgements with one other text for each query and document, such as a cut one."
         other = copy.copy(self)
-        other.queries = [change(text) for text in self.queries]
-        other.documents = [change(text) for text in self.documents]
+        other.queries = queries
+        other.documents = documents
         return other
 
     def ranks(self, query_vectors: np.ndarray, document_vectors: np.ndarray) -> list:

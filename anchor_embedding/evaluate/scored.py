@@ -72,8 +72,10 @@ def _read_recipe(path) -> dict:
 
 def _recipe(scores, path) -> dict | None:
     "The recipe of the scored run, if it is known."
-    recipe = scores.get("about", {}).get("recipe")
-    if recipe is None and path is not None:
+    about = scores.get("about", {})
+    recipe = about.get("recipe")
+    # where the model's revision is known, so is whether it has a recipe
+    if recipe is None and path is not None and "revision" not in about:
         near = [folder / "recipe.toml" for folder in Path(path).parents[:3]]
         recipe = next((_read_recipe(p) for p in near if p.is_file()), None)
     return recipe
@@ -225,7 +227,14 @@ def _other_settings(one: dict, other: dict) -> str:
     shared = one["tasks"].keys() & other["tasks"].keys()
     a = _setting(one, shared)
     b = _setting(other, shared)
-    return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+    others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key]]
+    if not others and a["prompts"] == "mteb":  # those of the task, whichever the model
+        asked = [
+            [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
+        ]
+        if any(None not in both and both[0] != both[1] for both in asked):
+            others.append("other instructions of the tasks")
+    return ", ".join(others)
 
 
 def _points(scores: dict[str, float]) -> list[float]:

@@ -19,6 +19,7 @@ from .benchmark import evaluate, quiet_mteb, run_task
 from .encoder import MAX_LENGTH, MtebEncoder, model_meta, style_of
 from .local_tasks import open_tasks
 from .prompts import check_prompts
+from .scores import digest
 from ..model.loading import choose_dtype
 from ..train.runs import RunFolder, read_log
 
@@ -55,19 +56,34 @@ def _checkpoints(run: Path, every: int) -> dict[int, Path]:
 _USUAL = {"prompts": "auto", "max_length": MAX_LENGTH, "dtype": "auto"}
 
 
-def _add_lines(run: Path, step: int, tasks: dict, unusual: dict) -> None:
+def _task_line(name: str, entry: dict) -> dict:
+    "A score as it is in a line of evals.jsonl; `data` stands for the task's data, splits and subsets."
+    data = digest([entry[key] for key in ("data_revision", "split", "subsets")], 8)
+    return {"task": name, "metric": entry["metric"], "score": entry["main_score"], "data": data}
+
+
+def _add_lines(
+    run: Path, step: int, tasks: dict, unusual: dict, say: Callable[[str], None]
+) -> None:
     """Add lines to evals.jsonl for the scores that it does not have yet with the same settings. A
-    line includes the settings that are not the usual ones.
+    line includes the settings that are not the usual ones. Scores on other data than those that
+    the file has of a task are left out, since they would be compared with these.
     """
 
     def place(line):
         return tuple(line.get(key) for key in ("step", "task", *_USUAL))
 
-    latest = {place(line): line.get("score") for line in read_log(run / "evals.jsonl")}
+    lines = read_log(run / "evals.jsonl")
+    latest = {place(line): line.get("score") for line in lines}
+    data = {line["task"]: line["data"] for line in lines if "data" in line}
     for name, entry in tasks.items():
-        line = {"step": step, "task": name, "metric": entry["metric"]}
-        line |= {"score": entry["main_score"], **unusual}
-        if latest.get(place(line)) != line["score"]:
+        line = {"step": step} | _task_line(name, entry) | unusual
+        if data.get(name, line["data"]) != line["data"]:
+            say(
+                f"note: {run / 'evals.jsonl'} has scores of {name} on other data, so that of step "
+                f"{step} is not added to it"
+            )
+        elif latest.get(place(line)) != line["score"]:
             RunFolder(run).append("evals.jsonl", **line)
 
 
@@ -96,7 +112,7 @@ def sweep(
         shown = dict(unusual)
         if "prompts" in unusual and style_of(folder, unusual["prompts"]).usual:
             del shown["prompts"]
-        _add_lines(run, step, scores[-1]["tasks"], shown)
+        _add_lines(run, step, scores[-1]["tasks"], shown, say)
     return scores
 
 # %% ../../nbs/evaluate/45_sweep.ipynb #97239f4d
@@ -136,7 +152,7 @@ class TaskEvaluator:
         return [data, self.prompts, self.max_length]
 
     def __call__(self, embedder: Embedder) -> list[dict]:
-        "A line of evals.jsonl for each task, `{task, metric, score}`, as `sweep` writes them."
+        "A line of evals.jsonl for each task, as `sweep` writes them."
         style = style_of(embedder, self.prompts)
         unusual = {} if style.usual else {"prompts": style.name}
         if self.max_length != MAX_LENGTH:
@@ -150,6 +166,5 @@ class TaskEvaluator:
         lines = []
         for name, task in self.tasks.items():
             entry, _ = run_task(encoder, task)
-            line = {"task": name, "metric": entry["metric"], "score": entry["main_score"]}
-            lines.append(line | unusual)
+            lines.append(_task_line(name, entry) | unusual)
         return lines

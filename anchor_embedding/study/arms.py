@@ -249,9 +249,8 @@ class HeldoutEvaluation:
         }
         return [line, *(self.tasks(embedder) if self.tasks else ())]
 
-    def asked(self, embedder: Embedder) -> tuple[list[str | None], list[str | None]]:
-        "The instructions of training for every query and for every document."
-        instructions = trained_instructions(embedder)
+    def asked(self, instructions: Instructions) -> tuple[list[str | None], list[str | None]]:
+        "The instruction of every query and of every document."
         sides = (
             (self.heldout.queries, self.query_dataset),
             (self.heldout.documents, self.document_dataset),
@@ -263,10 +262,11 @@ class HeldoutEvaluation:
 
     def encode(self, embedder: Embedder) -> tuple[np.ndarray, np.ndarray]:
         "The vectors of the queries and of the documents, with the instructions of training."
+        instructions = trained_instructions(embedder)
         sides = (self.heldout.queries, self.heldout.documents)
         return tuple(
             embedder.encode(texts, asked, progress=False)
-            for texts, asked in zip(sides, self.asked(embedder), strict=True)
+            for texts, asked in zip(sides, self.asked(instructions), strict=True)
         )
 
 
@@ -282,14 +282,18 @@ def one_row(lines: Iterable[dict]) -> dict:
     return row | ({"tasks": tasks} if tasks else {})
 
 
-def evaluations(folder: Path) -> list[dict]:
+def evaluations(
+    folder: Path,
+    # task → the settings of its first line; filled here, and the same for runs that are compared
+    settings: dict[str, list] | None = None,
+) -> list[dict]:
     """A row for every held-out evaluation of a run, in the order of the steps, with the task scores
     that training or a later `sweep` wrote for the same step and settings.
     """
     by_step = {}
-    settings = {}  # task → those of its first line
+    settings = {} if settings is None else settings
     for line in read_log(folder / "evals.jsonl"):
-        own = [line.get(key) for key in ("prompts", "max_length", "dtype")]
+        own = [line.get(key) for key in ("prompts", "max_length", "dtype", "data")]
         if "task" not in line or settings.setdefault(line["task"], own) == own:
             by_step.setdefault(line["step"], []).append(line)
     rows = [one_row(of_step) | {"step": step} for step, of_step in by_step.items()]
@@ -299,13 +303,14 @@ def evaluations(folder: Path) -> list[dict]:
 def arm_evaluations(
     arm: Pipeline,  # of one arm
     folders: Mapping[str, Path],  # stage → its run folder
+    settings: dict[str, list] | None = None,  # see `evaluations`
 ) -> list[dict]:
     """The evaluations of an arm's last stage. Raises `InputError` if there are none, although the
     recipe asks for them.
     """
     *_, (stage, recipe) = arm.stages.items()
     folder = folders[stage]
-    rows = evaluations(folder)
+    rows = evaluations(folder, settings)
     if recipe.eval_every and not rows:
         raise InputError(
             f"{folder / 'evals.jsonl'}: no evaluation of the arm {arm.name} is left, so it cannot be "
@@ -430,25 +435,41 @@ def untouched(
     for name, arm in arms.items():
         (recipe, *more) = arm.stages.values()
         same = all(getattr(recipe, key) == getattr(last, key) for key in READING)
-        if rows[name] and not more and same and recipe.objective.name == "contrastive":
+        at_start = rows[name] and rows[name][0]["step"] == 0
+        if at_start and not more and same and recipe.objective.name == "contrastive":
             return {key: value for key, value in rows[name][0].items() if key != "step"}
     return one_row(evaluate(base_embedder(last, base, datasets)))
 
 
-def part_read(tokenizer: TextTokenizer, text: str) -> str:
-    "The part of a text that a model reads, without an instruction; the text if that is all of it."
-    read = tokenizer([text])[0].body
+def part_read(tokenizer: TextTokenizer, text: str, instruction: str | None) -> str:
+    """The part of a text that a model reads behind an instruction, which takes some of its length;
+    the text if that is all of it.
+    """
+    read = tokenizer([text], instruction)[0].body
     whole = tokenizer.with_length(10**9)([text])[0].body
     return text if len(read) == len(whole) else tokenizer.tokenizer.decode(read)
 
 
-def bm25_figures(heldout: HeldoutRetrieval, tokenizer: TextTokenizer) -> tuple[dict, dict]:
+def bm25_figures(
+    heldout: HeldoutRetrieval,
+    tokenizer: TextTokenizer,
+    # of the queries and of the documents, see `HeldoutEvaluation.asked`; () = none
+    instructions: Sequence[Sequence[str | None]] = (),
+) -> tuple[dict, dict]:
     """The figures of BM25 for a report, and its ranks: `bm25` on whole texts, and if a model with
     this tokenizer reads less of them, `bm25_cut` on what it reads; `cut` has the shares of texts
     that are cut.
     """
     ranks = {"bm25": heldout.bm25_ranks()}
-    read = heldout.with_texts(partial(part_read, tokenizer))
+    sides = (heldout.queries, heldout.documents)
+    read = heldout.with_texts(
+        *(
+            [part_read(tokenizer, *one) for one in zip(texts, asked, strict=True)]
+            for texts, asked in zip(
+                sides, instructions or [[None] * len(texts) for texts in sides], strict=True
+            )
+        )
+    )
     cut = {}
     for side in ("queries", "documents"):
         texts = zip(getattr(heldout, side), getattr(read, side), strict=True)
@@ -476,7 +497,9 @@ def comparison(
     Where texts are cut before they are read, `bm25_cut` is BM25 on the same parts of them.
     """
     heldout = evaluate.heldout
-    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last_stage(arms), base))
+    last = last_stage(arms)
+    asked = evaluate.asked(Instructions.named(last.instructions))
+    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last, base), asked)
     curves = {
         str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in same_seed.items()}
         for seed, same_seed in rows.items()

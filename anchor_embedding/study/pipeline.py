@@ -182,8 +182,12 @@ def run_pipeline(
     seconds_of_data = round(time.perf_counter() - began, 1)
     arms = {seed: of_seed(pipeline, seed).by_arm() for seed in numbers}
     folders = run_arms(arms, out, base.path, pairs, evaluate, progress, say)
+    settings = {}
     rows = {
-        seed: {name: arm_evaluations(arms[seed][name], stages) for name, stages in of_arms.items()}
+        seed: {
+            name: arm_evaluations(arms[seed][name], stages, settings)
+            for name, stages in of_arms.items()
+        }
         for seed, of_arms in folders.items()
     }
     report = {

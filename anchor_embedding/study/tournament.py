@@ -144,6 +144,7 @@ def enter_seeds(
 def course(
     folders: Mapping[str, Path],  # stage → run folder
     flops: Mapping[str, float],  # stage → operations of a step
+    settings: dict[str, list] | None = None,  # see `evaluations`
 ) -> tuple[list[dict], dict]:
     """The evaluations of the last stage, with the steps, operations and seconds of training spent
     by then, and the totals of the arm.
@@ -157,7 +158,7 @@ def course(
         steps = np.arange(len(seconds) + 1)
         course = spent + np.stack([steps, steps * flops[stage], [0, *seconds.cumsum()]], axis=1)
         spent = course[-1]
-    for row in evaluations(folder):
+    for row in evaluations(folder, settings):
         total, operations, elapsed = course[row["step"]].tolist()
         rows.append(row | {"step": int(total), "flops": operations, "seconds": round(elapsed, 2)})
     return rows, {
@@ -183,8 +184,9 @@ def tournament_report(
     for seed, same_seed in folders.items():
         for name, stages in same_seed.items():
             arm_evaluations(arms[seed][name], stages)
+    settings = {}
     courses = {
-        seed: {name: course(stages, flops[name]) for name, stages in of_seed.items()}
+        seed: {name: course(stages, flops[name], settings) for name, stages in of_seed.items()}
         for seed, of_seed in folders.items()
     }
     rows = {
