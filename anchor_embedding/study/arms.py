@@ -497,9 +497,9 @@ def comparison(
     Where texts are cut before they are read, `bm25_cut` is BM25 on the same parts of them.
     """
     heldout = evaluate.heldout
-    last = last_stage(arms)
-    asked = evaluate.asked(Instructions.named(last.instructions))
-    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(last, base), asked)
+    recipe = last_stage(arms)
+    asked = evaluate.asked(Instructions.named(recipe.instructions))
+    bm25, bm25_ranks = bm25_figures(heldout, prepare_tokenizer(recipe, base), asked)
     curves = {
         str(seed): {name: [*map(figures_of, of_arm)] for name, of_arm in same_seed.items()}
         for seed, same_seed in rows.items()
