@@ -57,11 +57,12 @@ def _line_setting(line: dict) -> tuple:
 
 
 def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[dict]]]:
-    """Keep the task scores of one evaluation setting: the default if there is one, else the first.
-    Warns if there are others.
+    """Keep the task scores of one evaluation setting, the default if there is one, else the first,
+    and of every task those on the data of its first line. Warns if there are others.
     """
     lines = itertools.chain.from_iterable(itertools.chain.from_iterable(seeds.values()))
-    settings = list(dict.fromkeys(_line_setting(line) for line in lines if "task" in line))
+    lines = [line for line in lines if "task" in line]
+    settings = list(dict.fromkeys(map(_line_setting, lines)))
     chosen = () if () in settings or not settings else settings[0]
     others = [
         ", ".join(f"{key} {value}" for key, value in setting)
@@ -73,8 +74,22 @@ def _of_one_setting(seeds: dict[str, list[list[dict]]]) -> dict[str, list[list[d
             f"evals.jsonl also has scores with {'; '.join(others)}; they are left out", stacklevel=3
         )
 
+    # lines of earlier versions do not name the data; a missing value from a table is NaN
+    named = [line for line in lines if pd.notna(line.get("data"))]
+    data = {line["task"]: line["data"] for line in reversed(named)}
+    changed = sorted({line["task"] for line in named if line["data"] != data[line["task"]]})
+    if changed:
+        warnings.warn(
+            f"evals.jsonl also has scores of {', '.join(changed)} on other data; they are left out",
+            stacklevel=3,
+        )
+
     def fits(line):
-        return "task" not in line or _line_setting(line) == chosen
+        if "task" not in line:
+            return True
+        known = line.get("data")
+        same_data = pd.isna(known) or known == data[line["task"]]
+        return same_data and _line_setting(line) == chosen
 
     return {arm: [list(filter(fits, lines)) for lines in runs] for arm, runs in seeds.items()}
 
