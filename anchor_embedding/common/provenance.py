@@ -157,8 +157,8 @@ def check_base(
     """
     path = Path(adapter) / SETTINGS_FILE
     known = read_json(path, "save the adapter again").get("base_digest") if path.exists() else None
-    present = weights_digest(base)
-    if known and present and present != known:
+    present = weights_digest(base) if known else ""
+    if present and present != known:
         raise InputError(
             f"the adapter in {adapter} was trained on other weights than those that are now in "
             f"{base}: put the weights back that it began with, or train it again"

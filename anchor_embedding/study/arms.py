@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['READING', 'shared_runs', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of',
            'trained_instructions', 'HeldoutEvaluation', 'one_row', 'evaluations', 'arm_evaluations', 'measured_work',
-           'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'part_read', 'bm25_figures',
+           'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'parts_read', 'bm25_figures',
            'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
@@ -441,34 +441,38 @@ def untouched(
     return one_row(evaluate(base_embedder(last, base, datasets)))
 
 
-def part_read(tokenizer: TextTokenizer, text: str, instruction: str | None) -> str:
-    """The part of a text that a model reads behind an instruction, which takes some of its length;
-    the text if that is all of it.
+def parts_read(
+    tokenizer: TextTokenizer,
+    texts: Sequence[str],
+    instructions: Sequence[str | None] | None = None,  # one for each text; None = none
+) -> list[str]:
+    """The part of every text that a model reads behind its instruction, which takes some of the
+    length; the text if that is all of it.
     """
-    read = tokenizer([text], instruction)[0].body
-    whole = tokenizer.with_length(10**9)([text])[0].body
-    return text if len(read) == len(whole) else tokenizer.tokenizer.decode(read)
+    texts = list(texts)
+    read = tokenizer(texts, instructions)
+    whole = tokenizer.with_length(10**9)(texts)
+    return [
+        text if len(part.body) == len(full.body) else tokenizer.tokenizer.decode(part.body)
+        for text, part, full in zip(texts, read, whole, strict=True)
+    ]
 
 
 def bm25_figures(
     heldout: HeldoutRetrieval,
     tokenizer: TextTokenizer,
-    # of the queries and of the documents, see `HeldoutEvaluation.asked`; () = none
-    instructions: Sequence[Sequence[str | None]] = (),
+    # of the queries and of the documents, see `HeldoutEvaluation.asked`
+    instructions: tuple[Sequence[str | None] | None, Sequence[str | None] | None] = (None, None),
 ) -> tuple[dict, dict]:
     """The figures of BM25 for a report, and its ranks: `bm25` on whole texts, and if a model with
     this tokenizer reads less of them, `bm25_cut` on what it reads; `cut` has the shares of texts
     that are cut.
     """
     ranks = {"bm25": heldout.bm25_ranks()}
-    sides = (heldout.queries, heldout.documents)
+    of_queries, of_documents = instructions
     read = heldout.with_texts(
-        *(
-            [part_read(tokenizer, *one) for one in zip(texts, asked, strict=True)]
-            for texts, asked in zip(
-                sides, instructions or [[None] * len(texts) for texts in sides], strict=True
-            )
-        )
+        parts_read(tokenizer, heldout.queries, of_queries),
+        parts_read(tokenizer, heldout.documents, of_documents),
     )
     cut = {}
     for side in ("queries", "documents"):
