@@ -7,17 +7,31 @@ __all__ = ['words', 'Bm25']
 
 # %% ../../nbs/embed/61_bm25.ipynb #48df9cc9
 import sys
+import unicodedata
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
 # %% ../../nbs/embed/61_bm25.ipynb #d5dda9d8
-# Chinese characters, hiragana and katakana: written without spaces between the words
+# written without spaces between the words: Chinese characters, hiragana and katakana, …
 _UNSPACED = (
     r"\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     r"\uff66-\uff9f\U00020000-\U0003ffff"
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # … Thai and Lao, Burmese, Khmer
 )
-_WORD = rf"[^\W{_UNSPACED}]{{2,}}|(?=[{_UNSPACED}])\w"
+_SYLLABLES = r"\uac00-\ud7a3"  # Korean, with spaces
+
+
+@cache
+def _word() -> str:
+    "The pattern of a word; Python's `\\w` has no marks, such as the vowel signs of Hindi."
+    joiners = "\u200c\u200d"
+    marks = joiners + "".join(
+        chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M"
+    )
+    several = rf"[^\W{_UNSPACED}](?:[^\W{_UNSPACED}]|[{marks}])+"
+    return rf"{several}|(?=[{_UNSPACED}{_SYLLABLES}])\w[{marks}]*"
 
 
 def _bm25s():
@@ -36,10 +50,10 @@ def _bm25s():
 
 
 def words(texts: Sequence[str]) -> list[list[str]]:
-    "The words of texts that BM25 counts; every Chinese or Japanese character is one."
+    "The words of texts that BM25 counts; in scripts without spaces every character is one."
     return _bm25s().tokenize(
-        list(texts),
-        token_pattern=_WORD,
+        [unicodedata.normalize("NFC", text) for text in texts],
+        token_pattern=_word(),
         stopwords="english",
         return_ids=False,
         show_progress=False,

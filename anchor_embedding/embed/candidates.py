@@ -161,20 +161,20 @@ def find_candidates(
     k: int,  # maximum number of candidates of a query
     # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best documents of some queries, without their positives and without documents that are
-    the query itself. Documents with equal scores are in the order of their indices; which of
+    """The best documents of some queries, without their positives, documents that end with one of
+    them (behind a title), and the query itself. Documents with equal scores are in the order of their indices; which of
     them are among the k best, if not all can be, depends on the size of the blocks.
     """
     best = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu"))
     ids = None
     positive = np.full(stop - start, np.inf, np.float32)
     own, answers = pool.positives_of(start, stop)
-    themselves, same = pool.same_text(start, stop)
+    left_out = [pool.same_text(start, stop), pool.titled_of(start, stop)]
     for first, scores in scorer.blocks(pool.query_texts(slice(start, stop))):
-        for rows, documents, counts in ((own, answers, True), (themselves, same, False)):
+        for rows, documents in ((own, answers), *left_out):
             inside = (documents >= first) & (documents < first + scores.shape[1])
             at = torch.from_numpy(rows[inside]), torch.from_numpy(documents[inside] - first)
-            if counts:
+            if documents is answers:
                 values = scores[at].cpu().numpy()
                 np.minimum.at(positive, rows[inside], values)
             scores[at] = -torch.inf

@@ -43,7 +43,7 @@ from anchor_embedding.embed.candidates import (
     save_arrays,
 )
 from .embedder import Embedder, read_settings
-from .pool import PART, Pool, read_corpus, read_pairs, read_pool
+from .pool import PART, KnownPairs, Pool, read_corpus, read_pairs, read_pool
 from .vectors import unit
 from ..model.base import resolve_base
 
@@ -390,11 +390,16 @@ def _run_facts(card: dict, how: dict, instructions: Instructions, extra, scorers
 
 
 def _mine_all(
-    store: ExampleStore, extra, scorers: Mapping, settings: MiningSettings, folder: Path, progress
+    store: ExampleStore,
+    pairs: KnownPairs,
+    extra,
+    scorers: Mapping,
+    settings: MiningSettings,
+    folder: Path,
+    progress: bool | None,
 ) -> dict[str, dict]:
     "Mine all datasets that are not finished yet; returns the figures of each."
     figures = {}
-    pairs = read_pairs(store)
     for number, (name, rows) in enumerate(store.rows.items()):
         finished = folder / f"{number}.json"
         if not finished.exists():
@@ -435,8 +440,9 @@ def mine_negatives(
     if max_length is not None and max_length < 1:
         raise InputError(f"max_length = {max_length}: must be at least 1")
     out = _check_out(source, Path(out), corpus, force)
-    extra = read_corpus(corpus, progress)
     store = open_examples(source, on_bad_row, progress, say)
+    pairs = read_pairs(store)
+    extra = read_corpus(corpus, progress, pairs)
     instructions = instructions or Instructions.none()
     if lack := instructions.lack(store.rows):
         say(f"note: {lack}")
@@ -470,7 +476,7 @@ def mine_negatives(
         how["model in memory"] = _model_in_memory(model, store[0])
     run = _run_facts(card, how, instructions, extra, scorers)
     with _work_folder(out, run, resume, say) as folder:
-        figures = _mine_all(store, extra, scorers, settings, folder, progress)
+        figures = _mine_all(store, pairs, extra, scorers, settings, folder, progress)
         parts = [folder / f"{number}.jsonl" for number in range(len(figures))]
         with atomic_file(out) as aside, atomic_file(card_path(out)) as card_aside:
             fingerprint = _join(parts, aside, out.name.lower().endswith(".gz"))
