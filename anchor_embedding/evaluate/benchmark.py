@@ -100,6 +100,8 @@ def run_task(
     import mteb
 
     began = time.perf_counter()
+    if hasattr(task, "folder"):
+        task.load_data()  # here, as `quiet_mteb` would hide its warnings
     queries = _collect_queries(task)
     with quiet_mteb():
         _begin_again(task)

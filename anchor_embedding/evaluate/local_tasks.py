@@ -10,6 +10,7 @@ __all__ = ['Text', 'Label', 'Identifier', 'KINDS', 'Query', 'Document', 'ScoredP
 import codecs
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,18 @@ def _retrieval(folder: Path, tables: dict) -> dict:
                 f"{path}: query {query!r} has no relevant document in "
                 "corpus.jsonl; add one or remove its lines"
             )
+    relevant = [
+        document in documents
+        for scores in judged.values()
+        for document, score in scores.items()
+        if score > 0
+    ]
+    if missing := relevant.count(False):
+        warnings.warn(
+            f"{path}: {missing:,} of {len(relevant):,} relevant documents are not in corpus.jsonl; "
+            "as in mteb, they count as not found: add them or remove their lines",
+            stacklevel=2,
+        )
     queries = [{"id": query, "text": text} for query, text in texts.items() if query in judged]
     return {
         "test": {

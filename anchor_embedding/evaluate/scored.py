@@ -109,14 +109,16 @@ def run_label(scores, path=None) -> str:
 
 # %% ../../nbs/evaluate/52_scored.ipynb #64436396
 def _setting(scores: dict, tasks=None) -> dict:
-    """The settings with which a run was scored on some of its tasks (None = all). Prompts that give
-    none of them an instruction are those of "none".
+    """The settings with which a run was scored on some of its tasks (None = all), and mteb's
+    version if the scores have it. Prompts that give none of them an instruction are those of "none".
     """
     about = scores.get("about", {})
     entries = [scores["tasks"][task] for task in (scores["tasks"] if tasks is None else tasks)]
     instructions = [entry.get("instructions") for entry in entries]
     bare = instructions and all(one and not any(one.values()) for one in instructions)
-    return {
+    versions = [entry.get("made", {}).get("versions", {}).get("mteb") for entry in entries]
+    known = sorted({*versions} - {None})
+    return ({"mteb": " with ".join(known)} if known else {}) | {
         "prompts": "none" if bare else about.get("prompts"),
         # without one, texts were read up to the model's own length
         "max_length": about.get("max_length") or (about.get("template") or {}).get("max_length"),
@@ -227,7 +229,7 @@ def _other_settings(one: dict, other: dict) -> str:
     shared = one["tasks"].keys() & other["tasks"].keys()
     a = _setting(one, shared)
     b = _setting(other, shared)
-    others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key]]
+    others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
     if not others and a["prompts"] == "mteb":  # those of the task, whichever the model
         asked = [
             [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
