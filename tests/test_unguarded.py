@@ -46,7 +46,7 @@ from anchor_embedding.train.prepare import (
     prepare_tokenizer,
 )
 from anchor_embedding.train.recipe import Recipe
-from anchor_embedding.train.runs import RunFolder
+from anchor_embedding.train.runs import RunFolder, read_log
 from anchor_embedding.train.stage import open_run, train
 
 
@@ -620,15 +620,18 @@ def test_tokens_beyond_the_rows_of_the_model_are_refused(tmp_path):
         train(recipe, tmp_path / "more", some_pairs(8), progress=False, say=quiet)
 
 
+@pytest.mark.parametrize("failing, step", [(2, 2), (3, 3)])
 @pytest.mark.parametrize("error", [InputError("the disk"), RuntimeError("the disk")])
-def test_a_failed_evaluation_costs_no_training(base, examples, pairs, tmp_path, error):
+def test_a_failed_evaluation_costs_no_training(
+    base, examples, pairs, tmp_path, error, failing, step
+):
     """Its run goes on from the step after which it failed, and ends like an undisturbed one."""
     recipe = small(base, pairs, steps=3, eval_every=2)
     calls = []
 
     def evaluate(embedder):
         calls.append(embedder)
-        if len(calls) == 2:  # after step 2; the first call is before all steps
+        if len(calls) == failing:  # the first call is before all steps
             raise error
         return {"figure": 1.0}
 
@@ -639,16 +642,27 @@ def test_a_failed_evaluation_costs_no_training(base, examples, pairs, tmp_path, 
 
     with pytest.raises(type(error), match="the disk") as caught:
         run("failed", evaluate)
-    checkpoint = tmp_path / "failed" / "step-000002"
+    checkpoint = tmp_path / "failed" / f"step-{step:06}"
     assert checkpoint.is_dir()
     told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert f"the steps so far are in {checkpoint}" in told
     run("failed", evaluate, resume=True)
+    assert len(calls) == 4  # the one that failed is repeated, no other
     run("whole", lambda embedder: {"figure": 1.0})
+    logs = [read_log(tmp_path / name / "evals.jsonl") for name in ("failed", "whole")]
+    assert logs[0] == logs[1] == [{"step": done, "figure": 1.0} for done in (0, 2, 3)]
     weights = [
         load_file(tmp_path / name / "final" / "model.safetensors") for name in ("failed", "whole")
     ]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+def test_an_evaluation_is_logged_whole_or_not_at_all(base, examples, pairs, tmp_path):
+    recipe = small(base, pairs, steps=2, eval_every=1)
+    with pytest.raises(InputError, match="figures by name"):
+        run = {"evaluate": lambda embedder: [{"figure": 1.0}, None], "progress": False}
+        train(recipe, tmp_path / "run", examples, say=quiet, **run)
+    assert read_log(tmp_path / "run" / "evals.jsonl") == []
 
 
 @pytest.mark.parametrize("returned", [None, [None], 0.5, {"step": 1, "figure": 2.0}])

@@ -214,13 +214,22 @@ def _evaluate(run: Training, step: int, evaluate) -> None:
     "Call `evaluate` on every process, and log the line or lines of figures that it returns."
     if evaluate:
         figures = evaluate(run.embedder)
-        for line in figures if isinstance(figures, list) else [figures]:
+        lines = figures if isinstance(figures, list) else [figures]
+        for line in lines:
             if not isinstance(line, dict) or "step" in line:
                 raise InputError(
                     f"`evaluate` returned {line!r:.100}: return figures by name, without `step`, "
                     "as a dictionary or a list of dictionaries"
                 )
+        for line in lines:  # all of them, or none
             run.folder.append("evals.jsonl", step=step, **line)
+
+
+def _has_evaluated(run: Training) -> bool:
+    "Whether evals.jsonl, which the main process writes, has the evaluation of the step begun from."
+    lines = read_log(run.folder.path / "evals.jsonl", growing=True) if run.main else []
+    found = torch.tensor([any(line["step"] == run.first for line in lines)])
+    return bool(global_sum(run.accelerator, found.int().to(run.accelerator.device)))
 
 
 def _evaluate_after(run: Training, done: int, evaluate) -> None:
@@ -310,8 +319,9 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     "Take the remaining steps."
     recipe = run.recipe
     every = run.objective.watch_every
-    if not run.first and recipe.eval_every:
-        _evaluate(run, 0, evaluate)
+    # a resumed run has it, unless it failed
+    if _is_due(recipe.eval_every, run.first, recipe.steps) and not _has_evaluated(run):
+        _evaluate(run, run.first, evaluate)
     watched = _measure(run, 0) if every and not run.first else {}
     for step in range(run.first, recipe.steps):
         done = step + 1
