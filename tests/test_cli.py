@@ -522,19 +522,43 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
     )
 
 
-def test_a_search_without_the_instructions_of_training_says_so(base, tmp_path, capsys):
+def test_a_search_asks_as_in_training(base, tmp_path, capsys):
+    """The command, with and without an index, asks with the instruction of training or a given one."""
     model = str(tmp_path / "model")
-    trained = Embedder.from_pretrained(base, "float32", "cpu", instructions="paper")
-    trained.save_pretrained(model)
+    bare = Embedder.from_pretrained(base, "float32", "cpu")
+    trained = {"instructions": "paper", "datasets": ["nq"]}
+    Embedder.from_pretrained(base, "float32", "cpu", **trained).save_pretrained(model)
+    texts = ["the anchor", "the tide", "a ship in the harbour"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    corpus = str(tmp_path / "vectors")
+    exact = ["--dtype", "float32", "--vector-dtype", "float32"]
+    given = ["encode", model, "--in", str(tmp_path / "texts.txt"), "--out", corpus]
+    assert main([*given, *exact]) == 0
+    assert main(["index", corpus]) == 0
+    vectors = bare.encode(texts, normalize=True)
+    nq = "Given a question, retrieve Wikipedia passages that answer the question"
+    for more, instruction in (([], nq), (["--instruction", "find it"], "find it")):
+        best = (vectors @ bare.encode(["anchor"], instruction, normalize=True)[0]).max()
+        for how in ([], ["--approximate"]):
+            capsys.readouterr()
+            words = ["search", model, corpus, "anchor", "--json", "--dtype", "float32"]
+            assert main([*words, *more, *how]) == 0
+            said = capsys.readouterr()
+            hits = json.loads(said.out)["hits"]
+            assert hits[0]["score"] == pytest.approx(best, abs=1e-5)
+            assert (f"asked with {nq!r}" in said.err) is (not more)
+
+
+def test_a_search_names_the_instructions_of_which_one_is_to_be_chosen(base, tmp_path, capsys):
+    table = {"table": {"a": ["Find it"], "b": ["Find them"]}, "symmetric": []}
+    model = str(tmp_path / "model")
+    Embedder.from_pretrained(base, "float32", "cpu", instructions=table).save_pretrained(model)
     (tmp_path / "texts.txt").write_text("the anchor\nthe tide\n")
     corpus = str(tmp_path / "vectors")
     assert main(["encode", model, "--in", str(tmp_path / "texts.txt"), "--out", corpus]) == 0
-    said = []
-    for more in ([], ["--instruction", "find it"]):
-        capsys.readouterr()
-        assert main(["search", model, corpus, "anchor", *more]) == 0
-        said.append("give one with --instruction" in capsys.readouterr().err)
-    assert said == [True, False]
+    words = ["search", model, corpus, "anchor"]
+    assert "2 instructions ('Find it', 'Find them'" in failure(capsys, *words)
+    assert main([*words, "--instruction", ""]) == 0
 
 
 def check_approximate(capsys, words, exact, folder):

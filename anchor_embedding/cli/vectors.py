@@ -351,17 +351,17 @@ def search_command(args: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from anchor_embedding.embed.corpus import Corpus
+    from anchor_embedding.embed.embedder import default_instructions
 
     if not all(question.strip() for question in args.questions):
         raise InputError("the question is empty")
     corpus = Corpus(args.vectors)
     find = _finder(args, corpus)
     embedder = load_named_model(args, **corpus.reading())
-    if args.instruction is None and embedder.instructions not in (None, "none"):
-        say(
-            "note: this model was trained with instructions in front of queries, and the question "
-            "has none; give one with --instruction"
-        )
+    if args.instruction is None:
+        asked = default_instructions(embedder.instructions, embedder.datasets)["query"]
+        if asked:
+            say(f"asked with {asked!r}, as in training; --instruction '' asks without")
     for question, hits in zip(args.questions, find(embedder), strict=True):
         if args.json:
             record = {"question": question, "approximate": args.approximate}
@@ -412,7 +412,9 @@ def _add_search(commands) -> None:
         "search through the index of `anchor index`; without it every vector is compared",
     )
     parser.number("--probes", "number of partitions to search (default: 128)")
-    parser.option("--instruction", None, "instruction in front of the questions, as in training")
+    parser.option(
+        "--instruction", None, "instruction in front of the questions (default: as in training)"
+    )
     parser.shared("--dtype", "--device", "--json")
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40015

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'CHUNK_TEXTS', 'QUERY_INSTRUCTION', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts',
-           'encode_texts', 'document_instructions', 'default_instructions', 'own_files', 'read_tokenizer', 'name_base',
-           'write_embedder', 'write_settings', 'read_settings', 'load_pause_tokens', 'load_embedder']
+           'encode_texts', 'default_instructions', 'own_files', 'read_tokenizer', 'name_base', 'write_embedder',
+           'write_settings', 'read_settings', 'load_pause_tokens', 'load_embedder']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
@@ -346,37 +346,17 @@ def _asked_in_training(
     return table or instructions.table, instructions.symmetric
 
 
-def document_instructions(
-    trained: str | Mapping | None,
-    datasets: Iterable[str],
-    query: str,  # the instruction of queries
-) -> dict[str, str]:  # prompt name → instruction
-    """The instruction of documents, if they had that of their queries in training: in all datasets
-    whose instruction is `query`, or in all for another instruction.
+def _query_instruction(trained: str | Mapping | None, datasets: list[str]) -> str:
+    """The instruction that queries had in training, or that for a web search if it is one of
+    several; "" = none or unknown. Raises `InputError` for several without that.
     """
-    if trained is None or not query:
-        return {}
-    table, symmetric = _asked_in_training(trained, datasets)
-    asked = {name for name, choices in table.items() if query in choices} or {*table}
-    return {"document": query} if asked and asked <= symmetric else {}
-
-
-def default_instructions(
-    trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
-    datasets: Iterable[str] = (),  # that it was trained on, if they are known
-) -> dict[str, str]:  # prompt name → instruction
-    """What texts get in front of them, as in training: the instruction of its datasets, or that for
-    a web search if it is one of several; nothing if its training is unknown. Raises `InputError` if
-    the datasets had different ones and none of them is that.
-    """
-    datasets = list(datasets)
     if trained is None:
-        return {"query": ""}
+        return ""
     if trained in ("paper", "as_released") and not datasets:
-        return {"query": QUERY_INSTRUCTION}
+        return QUERY_INSTRUCTION
     table, _ = _asked_in_training(trained, datasets)
     if not table:
-        return {"query": ""}
+        return ""
     different = list(dict.fromkeys(one for choices in table.values() for one in choices))
     if QUERY_INSTRUCTION in different:
         different = [QUERY_INSTRUCTION]
@@ -386,7 +366,27 @@ def default_instructions(
             f"{different[1]!r}, …); name the one for queries with --instruction; in Python, with "
             'instructions={"query": …} for an export and instruction=… for vectors'
         )
-    return {"query": different[0]} | document_instructions(trained, datasets, different[0])
+    return different[0]
+
+
+def default_instructions(
+    trained: str | Mapping | None,  # the `instructions` saved with a model; None = unknown
+    datasets: Iterable[str] = (),  # that it was trained on, if they are known
+    query: str | None = None,  # the instruction of queries; None = that of training
+) -> dict[str, str]:  # prompt name → instruction
+    """What texts get in front of them, as in training. Queries: the instruction of its datasets, or
+    that for a web search if it is one of several; none if its training is unknown. Documents: the
+    same if they had that of their queries in all datasets whose instruction is `query`, or in all
+    for another instruction. Raises `InputError` if the datasets had different instructions and none
+    of them is that for a web search.
+    """
+    datasets = list(datasets)
+    query = _query_instruction(trained, datasets) if query is None else query
+    if trained is None or not query:
+        return {"query": query}
+    table, symmetric = _asked_in_training(trained, datasets)
+    asked = {name for name, choices in table.items() if query in choices} or {*table}
+    return {"query": query} | ({"document": query} if asked and asked <= symmetric else {})
 
 
 def _instruction_of(embedder: Embedder, kind: str) -> str:

@@ -26,7 +26,6 @@ from anchor_embedding.embed.embedder import (
     SETTINGS_FILE,
     Embedder,
     default_instructions,
-    document_instructions,
     load_embedder,
     name_base,
     write_settings,
@@ -480,11 +479,8 @@ def export_embedder(
     own_prompts = source is not None and instructions is None
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
-    if "query" not in instructions:
-        asked = default_instructions(embedder.instructions, embedder.datasets)
-    else:
-        query = instructions["query"]
-        asked = document_instructions(embedder.instructions, embedder.datasets, query)
+    query = instructions.get("query")
+    asked = default_instructions(embedder.instructions, embedder.datasets, query)
     instructions = asked | instructions
     files = module_files(embedder, prompts(embedder.tokenizer.prompt, instructions), normalize)
     if own_prompts:

@@ -274,10 +274,10 @@ def search_index(
     index: Index,
     questions: Sequence[str],
     top: int = 10,
-    instruction: str | None = None,  # of the questions, as in training
+    instruction: str | None = None,  # of the questions; see `Embedder.encode_query`
     probes: int = PROBES,  # see `Index.nearest`
 ) -> list[list[Hit]]:  # a list for each question, the nearest first
     "Like `search_corpus`, but with an index. Raises `InputError`."
     index.corpus.check_model(embedder)
-    vectors = embedder.encode(list_of_texts(questions), instruction, progress=False)
+    vectors = embedder.encode_query(list_of_texts(questions), instruction, progress=False)
     return index.nearest(vectors, top, probes) if len(vectors) else []

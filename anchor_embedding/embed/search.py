@@ -102,11 +102,11 @@ def search_corpus(
     corpus: Corpus,
     questions: Sequence[str],
     top: int = 10,
-    instruction: str | None = None,  # of the questions, as in training
+    instruction: str | None = None,  # of the questions; see `Embedder.encode_query`
 ) -> list[list[Hit]]:  # a list for each question, the nearest first
     "Search a corpus with texts. Raises `InputError`, also for a model that did not make the vectors."
     corpus.check_model(embedder)
-    vectors = embedder.encode(list_of_texts(questions), instruction, progress=False)
+    vectors = embedder.encode_query(list_of_texts(questions), instruction, progress=False)
     if not len(vectors):
         return []
     scores, places = nearest_places(corpus, vectors, top)

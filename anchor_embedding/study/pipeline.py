@@ -271,8 +271,8 @@ def searchable(
     settings = CorpusSettings(columns=("text",), instruction=asked.get("document"))
     encode_corpus(embedder, documents, vectors, settings, progress=False)
     words = ["anchor", "search", str(out / arm), str(vectors)]
-    if asked.get("query"):
-        words.append(f"--instruction={asked['query']}")
+    if not asked:  # which of several is for the user to choose
+        words.append("--instruction=")
     return f'{shlex.join(words)} "{SEARCH}"'
 
 

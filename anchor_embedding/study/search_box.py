@@ -14,7 +14,7 @@ import numpy as np
 
 from ..common.errors import InputError
 from ..embed.corpus import Corpus
-from ..embed.embedder import Embedder, document_instructions
+from ..embed.embedder import Embedder, default_instructions
 from ..embed.index import Index, search_index
 from ..embed.search import search_corpus
 from ..model.text import list_of_texts
@@ -25,10 +25,10 @@ def nearest(
     vectors: np.ndarray,  # (n, d) of the texts, of length 1
     query: str,
     top: int = 5,
-    instruction: str | None = None,  # of the query
+    instruction: str | None = None,  # of the query; see `Embedder.encode_query`
 ) -> list[tuple[int, float]]:  # (text, cosine), the nearest first
     "The texts nearest to a query."
-    scores = vectors @ embedder.encode(query, instruction, normalize=True, progress=False)
+    scores = vectors @ embedder.encode_query(query, instruction, normalize=True, progress=False)
     return [(int(i), float(scores[i])) for i in np.argsort(-scores, kind="stable")[:top]]
 
 # %% ../../nbs/study/40_search_box.ipynb #2d76b8e3
@@ -53,32 +53,30 @@ def hits_html(
 Answer = Callable[[str], list[tuple[str, float]]]  # query → (text, cosine), the nearest first
 
 
-def _over_texts(embedder, texts, top, instruction) -> tuple[str, Answer]:
+def _over_texts(embedder, texts, top, asked) -> tuple[str, Answer]:
     "A description of the texts, which are encoded here, and the function that searches them."
     if isinstance(texts, str | os.PathLike) and os.path.isdir(texts):
         raise InputError(f"{texts} is a folder: give Corpus({str(texts)!r}) to search it")
     texts = list_of_texts(texts)
     if not texts:
         raise InputError("there are no texts to search; give search_box a list of at least one")
-    # documents that had the instruction of their queries in training have it here
-    asked = document_instructions(embedder.instructions, embedder.datasets, instruction or "")
     vectors = embedder.encode(texts, asked.get("document"), normalize=True)
 
     def answer(query):
-        hits = nearest(embedder, vectors, query, top, instruction)
+        hits = nearest(embedder, vectors, query, top, asked["query"])
         return [(texts[place], score) for place, score in hits]
 
     return f"{len(texts):,} texts", answer
 
 
-def _over_corpus(embedder, source, top, instruction) -> tuple[str, Answer]:
+def _over_corpus(embedder, source, top, asked) -> tuple[str, Answer]:
     "The same for an encoded corpus. A document stored without its text is shown by its id."
     corpus = source.corpus if isinstance(source, Index) else source
     corpus.check_model(embedder)
     search = search_index if isinstance(source, Index) else search_corpus
 
     def answer(query):
-        (hits,) = search(embedder, source, [query], top, instruction)
+        (hits,) = search(embedder, source, [query], top, asked["query"])
         return [(hit.columns.get("text") or hit.id, hit.score) for hit in hits]
 
     how = " (approximate)" if isinstance(source, Index) else ""
@@ -89,10 +87,11 @@ def search_box(
     embedder: Embedder,
     texts: Sequence[str] | Corpus | Index,  # a corpus must be encoded by the same model
     top: int = 5,
-    instruction: str | None = None,  # of the queries, as in training
+    instruction: str | None = None,  # of the queries; see `Embedder.encode_query`
 ):  # a widget: the box, with the hits below it
     """A box that searches texts (encoded once) or an encoded corpus with every query that is
-    entered. Raises `InputError` without texts or ipywidgets, and for a corpus of another model.
+    entered. Raises `InputError` without texts or ipywidgets, for a corpus of another model, and
+    where `Embedder.encode_query` does.
     """
     try:
         import ipywidgets
@@ -104,13 +103,11 @@ def search_box(
     if top < 1:
         raise InputError(f"top = {top}: ask for at least one text")
     over = _over_corpus if isinstance(texts, Corpus | Index) else _over_texts
-    searched, answer = over(embedder, texts, top, instruction)
+    asked = default_instructions(embedder.instructions, embedder.datasets, instruction)
+    searched, answer = over(embedder, texts, top, asked)
     hint = f"<p>{searched}: type a query and press Enter</p>"
-    if instruction is None and embedder.instructions not in (None, "none"):
-        hint += (
-            "<p>this model was trained with instructions in front of queries; give one with "
-            "<code>search_box(…, instruction=…)</code></p>"
-        )
+    if asked["query"]:
+        hint += f"<p>in front of every query: {html.escape(asked['query'])}</p>"
     box = ipywidgets.Text(placeholder="query", description="search", continuous_update=False)
     shown = ipywidgets.HTML(hint)
 
