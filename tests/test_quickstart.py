@@ -354,6 +354,26 @@ def test_own_pairs_instead_of_docstrings(base, tmp_path):
         run()
 
 
+def test_a_finished_arm_is_not_compared_with_other_instructions(base, tmp_path):
+    """Its files are checked as those of an arm that goes on are, though it is not trained again."""
+    write_pairs(tmp_path / "pairs.jsonl")
+    table = tmp_path / "asked.csv"
+    table.write_text("dataset,instruction,symmetric\npairs,Find the answer,false\n")
+    more = (f"data={tmp_path / 'pairs.jsonl'}", "steps=1", f"instructions={table}")
+    out = tmp_path / "out"
+
+    def run():
+        return run_pipeline(pipeline(base, *more), out, progress=False, say=lambda text: None)
+
+    run()
+    (out / "report.json").unlink()
+    run()
+    (out / "report.json").unlink()
+    table.write_text(table.read_text().replace("answer", "question"))
+    with pytest.raises(InputError, match=r"instructions = '.*asked.csv': not what this run began"):
+        run()
+
+
 def test_seeds_are_paired_and_told_in_the_report(base, tmp_path):
     small = pipeline(base, "steps=2")
     report = run_pipeline(small, tmp_path / "out", progress=False, say=lambda text: None, seeds=2)

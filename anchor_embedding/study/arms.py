@@ -45,10 +45,10 @@ from anchor_embedding.study.duration import (
     work_of_arms,
 )
 from ..train.pipeline import Pipeline, from_toml, shared_stages
-from ..train.prepare import instructions_record, prepare_tokenizer
+from ..train.prepare import instructions_record, named_files, prepare_tokenizer
 from ..train.recipe import Recipe
 from ..train.runs import check_changes, read_card, read_log
-from ..train.stage import check_code, train
+from ..train.stage import check_named, train
 
 # %% ../../nbs/study/48_arms.ipynb #cecce245
 def _set_base(begun: Path, base: str) -> None:
@@ -63,7 +63,7 @@ def _set_base(begun: Path, base: str) -> None:
 
 def _check_finished(folder: Path, recipe: Recipe) -> None:
     """Raise `InputError` if a finished stage was trained with other settings on which its result
-    depends, or with other code of its objective. Its base may have moved.
+    depends, or with other content of what they name, see `check_named`. Its base may have moved.
     """
     kept = folder / "recipe.toml"
     if kept.exists():
@@ -71,7 +71,9 @@ def _check_finished(folder: Path, recipe: Recipe) -> None:
         check_changes(folder, recipe.replace(base=base))
     card = folder / "card.json"
     if card.exists():
-        check_code(recipe, read_card(card), card)
+        before = read_card(card)
+        now = named_files(recipe, before.get("datasets"), say=lambda text: None)
+        check_named(recipe, before, now, card)
 
 
 def _hand_over(final: Path, model: Path) -> None:

@@ -241,7 +241,10 @@ class PipelinePlan:
 
     def total(self) -> str:
         "The hours of all runs in one line."
-        return ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in self.hours.items())
+        several = any(run.processes > 1 for run in self.runs.values())
+        alone = "; a pipeline itself runs in one process, so each stage has to be started alone"
+        each = ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in self.hours.items())
+        return each + several * alone
 
     def to_dict(self) -> dict:
         "Everything as plain numbers, ready for JSON."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['USABLE', 'CPU_BUDGET', 'TrainingData', 'BatchesAhead', 'load_examples', 'instructions_record', 'make_data',
-           'files_digest', 'model_digest', 'prepare_tokenizer', 'opening_of', 'prepare_embedder', 'base_shape',
-           'least_free', 'fit_to_device']
+           'files_digest', 'model_digest', 'prepare_tokenizer', 'opening_of', 'named_files', 'prepare_embedder',
+           'base_shape', 'least_free', 'fit_to_device']
 
 # %% ../../nbs/train/35_prepare.ipynb #8c92f9c7
 import hashlib
@@ -405,6 +405,19 @@ def _base_entries(base: Base) -> dict[str, str]:
     return entries
 
 
+def named_files(
+    recipe: Recipe,
+    datasets: Iterable[str] | None,  # of the pairs; None = unknown
+    say: Callable[[str], None] = print,
+) -> dict:
+    "What the card says of the instructions, and of models besides the base, that a recipe names."
+    entries = {"instructions": instructions_record(recipe.instructions, datasets)["instructions"]}
+    for setting, name in recipe.objective.models().items():
+        path = resolve_base(name, say).path
+        entries[f"{setting}_digest"] = hub_revision(path) or model_digest(path)
+    return entries
+
+
 def prepare_embedder(
     recipe: Recipe,
     device: torch.device,
@@ -459,16 +472,12 @@ def prepare_embedder(
         "dtype_reason": reason,
         "attention": attention_kernel(device.type, dtype),
     }
-    for setting, name in recipe.objective.models().items():
-        path = resolve_base(name, say).path
-        own = model_digest(path)
-        card[f"{setting}_digest"] = hub_revision(path) or own
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
     _note_other_reading(recipe, tokenizer.template.style, base.path, say)
     _note_dropout(decoder, say)
+    card |= named_files(recipe, datasets, say)
     asked = instructions_record(recipe.instructions, datasets)
-    card["instructions"] = asked["instructions"]
     return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, **asked), card
 
 # %% ../../nbs/train/35_prepare.ipynb #c443dce8

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
            'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
-           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_code', 'check_same_run', 'begin_run',
+           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_named', 'check_same_run', 'begin_run',
            'run_in_words', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
@@ -301,14 +301,14 @@ def began_with(run: Training) -> float:  # tokens; inf for a new run
     return _earlier_card(run).get("token_budget", math.inf)
 
 
-def _settings_with_files(run: Training) -> dict[str, str]:
+def _settings_with_files(recipe: Recipe) -> dict[str, str]:
     "The settings that name files, by the key in the card that identifies their content."
     settings = {
         "base_digest": "base",
         "base_files_digest": "base",
         "instructions": "instructions",
     }
-    return settings | {f"{name}_digest": name for name in run.recipe.objective.models()}
+    return settings | {f"{name}_digest": name for name in recipe.objective.models()}
 
 
 def check_same_inputs(run: Training, evaluate: Callable | None = None) -> None:
@@ -325,7 +325,7 @@ def check_same_inputs(run: Training, evaluate: Callable | None = None) -> None:
         "have different weights in the same checkpoint": checkpoint
         and weights_digest(checkpoint, optimizer=True),
     }
-    for key, setting in _settings_with_files(run).items():
+    for key, setting in _settings_with_files(run.recipe).items():
         content = key.removesuffix("_digest").replace("_", " ")
         own[f"have different files or names under {setting!r} ({content})"] = run.card[key]
     everyone = [None] * run.world
@@ -454,10 +454,18 @@ def course_of_rate(recipe: Recipe) -> str:
     return f"warm-up of {counted(recipe.warmup_steps, 'step')}"
 
 
-def check_code(recipe: Recipe, before: dict, path: Path) -> None:
-    """Raise `InputError` if a run was begun with other code of an objective of another package, as
-    its card `before` at `path` says.
+def check_named(recipe: Recipe, before: dict, now: dict, path: Path) -> None:
+    """Raise `InputError` if a run began with other content of the files and models that its settings
+    name, or with other code of an objective of another package. Its card `before` is at `path`, and
+    `now` has the same entries as they are now, see `named_files`.
     """
+    for key, what in _settings_with_files(recipe).items():
+        kept = before.get(key)  # unknown for a model of the hub that was not in the cache
+        if kept and now.get(key) and kept != now[key]:
+            raise InputError(
+                f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
+                f"the same name (see {path}); restore it or choose another --out"
+            )
     known = before.get("objective_code")
     code = code_of(type(recipe.objective))
     if known and code and known != code:
@@ -481,14 +489,7 @@ def check_same_run(
             f"{recipe.data}: the pairs are not those this run began with (see "
             f"{path}); restore them or choose another --out"
         )
-    for key, what in _settings_with_files(run).items():
-        kept = before.get(key)  # unknown for a model of the hub that was not in the cache
-        if kept and run.card[key] and kept != run.card[key]:
-            raise InputError(
-                f"{what} = {getattr(recipe, what)!r}: not what this run began with, although it has "
-                f"the same name (see {path}); restore it or choose another --out"
-            )
-    check_code(recipe, before, path)
+    check_named(recipe, before, run.card, path)
     processes = before.get("processes", run.world)
     if processes != run.world and recipe.objective.averages_by_process:
         raise InputError(
