@@ -1,5 +1,6 @@
 """Groups of 2 and 4 processes (gloo, CPU) compute the gradients of one process and reach its weights: both stages,
-tied and untied heads, LoRA and full tuning, DDP and FSDP2, whole batches and many micro-batches (GradCache)."""
+tied and untied heads, LoRA and full tuning, DDP and FSDP2, whole batches and many micro-batches (GradCache); and every
+other objective that does not by design depend on the number of processes."""
 
 import itertools
 import json
@@ -15,6 +16,7 @@ from distributed_worker import run_tasks
 from safetensors.torch import load_file
 
 from anchor_embedding.common.tiny import PROSE, tiny_model, tiny_tokenizer
+from anchor_embedding.objectives.objective import objective_names
 from anchor_embedding.train.recipe import Recipe
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -41,9 +43,24 @@ STAGES = {
     "reconstruction": {"objective": "reconstruction", "learning_rate": 1e-3},
     "contrastive": {"objective": "contrastive", "learning_rate": 1e-3},
 }
+OTHERS = {
+    "bag_of_tokens": {},
+    "contrasted_reconstruction": {"interleave": "step"},
+    "distilled_reconstruction": {"bag_weight": 0.2, "reduction": "text_mean"},
+    "language_model": {},
+    "mntp": {"attention": "bidirectional", "pooling": "mean"},
+    "refinement": {"pooling": "mean", "refine_steps": 2, "soft_token_kind": "pause"},
+}
+STAGES |= {
+    name: {"objective": name, "learning_rate": 1e-3, **settings}
+    for name, settings in OTHERS.items()
+}
 TUNING = {"full": {}, "lora": {"tuning": "lora", "lora_rank": 4, "lora_dropout": 0.0}}
 BUDGETS = {"whole": 10_000, "parts": 60}
-MATRIX = list(itertools.product(STAGES, ("tied", "untied"), TUNING, BUDGETS))
+MATRIX = [
+    *itertools.product(("reconstruction", "contrastive"), ("tied", "untied"), TUNING, BUDGETS),
+    *itertools.product(OTHERS, ("tied",), ("full",), ("parts",)),
+]
 
 
 def start(folder, processes, tasks):
@@ -84,6 +101,8 @@ def recipe_of(folder, stage, head, tuning, budget, **more):
         "token_budget": BUDGETS[budget],
         **more,
     }
+    if stage == "distilled_reconstruction":
+        settings["teacher"] = str(folder / "untied")
     return Recipe(name="run", base=str(folder / head), **settings)
 
 
@@ -124,6 +143,11 @@ def groups(folder):
                 for r in range(processes)
             ]
     return found
+
+
+def test_every_objective_is_compared():
+    """`released` averages by process, as the released code does, and is not."""
+    assert {*STAGES} == {*objective_names()} - {"released"}
 
 
 @pytest.mark.thorough
