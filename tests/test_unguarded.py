@@ -388,9 +388,12 @@ def test_the_rate_and_the_gradient_of_every_step_are_its_own(base, examples, pai
     assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3, 1.5e-3])
 
 
-def test_evaluations_come_as_often_as_asked_for_and_at_the_end(base, examples, pairs, tmp_path):
-    """Also in a resumed run, no example is left out and none is used twice."""
-    recipe = small(base, pairs, steps=5, eval_every=2, checkpoint_every=3)
+@pytest.mark.parametrize("saved_every", [2, 3])
+def test_evaluations_come_as_often_as_asked_for_and_at_the_end(
+    base, examples, pairs, tmp_path, saved_every
+):
+    """Also in a resumed run, whether or not it goes on from an evaluated step."""
+    recipe = small(base, pairs, steps=5, eval_every=2, checkpoint_every=saved_every)
 
     def run(**settings):
         train(
