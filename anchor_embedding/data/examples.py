@@ -104,7 +104,7 @@ def holds_list(text: str) -> bool:
 
 
 def _negatives_of(row, where):
-    "The negatives of a row, blank ones left out."
+    "The different negatives of a row, blank ones left out."
     negatives = raw_negatives(row)
     if wrong := [text for text in negatives if not isinstance(text, str)]:
         raise InputError(
@@ -187,6 +187,7 @@ def examples_in(
     if not isinstance(name, str):
         raise InputError(f"{where}: 'dataset' must be a name, but it is {_kind(name)}")
     negatives = _negatives_of(row, where) + _passages_of(row, "negative_passages", where)
+    negatives = dict.fromkeys(negatives)  # one that is repeated would count several times
     if row.get("positive_passages") is not None:
         positives = _passages_of(row, "positive_passages", where)
         if not positives:
@@ -197,7 +198,8 @@ def examples_in(
             raise InputError(f"{where}: 'pos' is empty; fill it in or remove the row")
     else:
         positives = [_text_of(row, POSITIVE, where)]
-    return [Example(query, positive, tuple(negatives), clean(name)) for positive in positives]
+    name = clean(name).strip()
+    return [Example(query, positive, tuple(negatives), name) for positive in positives]
 
 # %% ../../nbs/data/10_examples.ipynb #2e2f4ab5
 def fingerprint_line(example: Example) -> bytes:

@@ -213,6 +213,8 @@ def csv_rows(
                         f"{counted(len(cells), 'cell')}, but the header names {len(header)} "
                         "columns; quote cells that contain commas"
                     )
+                elif cells == header:
+                    cells = BadRow("this is the header once more; remove the line")
                 yield (
                     f"{path}:{line}",
                     cells if isinstance(cells, BadRow) else dict(zip(header, cells, strict=True)),

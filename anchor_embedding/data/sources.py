@@ -184,9 +184,13 @@ def not_read(source: str | os.PathLike) -> list[str]:  # names
     path = Path(source)
     parts = find_parts(source) if path.is_dir() else []
     files = [file for part in parts for file in part.files]
-    if not parts or len(parts[0].files) != 1 or not ending_of(files[0], _READERS):
-        return []  # of a file, a BEIR folder or a saved dataset, whose files are known
-    return entries_beside(path, files)
+    if not parts:
+        return []  # of a file
+    beside = entries_beside(path, files)
+    if files[0].name in ("corpus.jsonl", "corpus.jsonl.gz"):  # BEIR; its other qrels are known
+        return [name for name in beside if ending_of(Path(name), _READERS)]
+    # the files of a saved dataset are known
+    return beside if len(parts[0].files) == 1 and ending_of(files[0], _READERS) else []
 
 # %% ../../nbs/data/15_sources.ipynb #a6b80681
 _TEST_SPLIT = re.compile(

@@ -36,7 +36,7 @@ from anchor_embedding.data.sources import (
 )
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
-_FORMAT = 4  # version of the file format and of how rows are read; raise it with them
+_FORMAT = 5  # version of the file format and of how rows are read; raise it with them
 _SCHEMA = pa.schema({
     "query": pa.string(),
     "positive": pa.string(),

@@ -35,7 +35,7 @@ from anchor_embedding.data.batches import (
     tokenize_batch,
 )
 from ..data.docstrings import docstring_pairs
-from ..data.examples import Example, fingerprint
+from ..data.examples import Example, fingerprint, same_text
 from anchor_embedding.embed.embedder import (
     BARE_TOKENIZER,
     Embedder,
@@ -205,9 +205,9 @@ class TrainingData:
         return [row for row in rows if trained.isdisjoint(self._texts(row))]
 
     def _texts(self, row: int) -> set[str]:
-        "The query and the positive of a row."
+        "The query and the positive of a row, see `same_text`."
         example = self.examples[row]
-        return {example.query, example.positive}
+        return {same_text(example.query), same_text(example.positive)}
 
     def _texts_also_in(self, seen: Iterable[int], rows: Sequence[int]) -> set[str]:
         "The texts of some rows that are also in others."
