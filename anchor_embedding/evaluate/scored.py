@@ -11,7 +11,6 @@ import json
 import math
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, combinations, count
 from pathlib import Path
@@ -149,6 +148,21 @@ def other_data(one: dict, other: dict) -> list[str]:
     )
 
 
+def _other_settings(one: dict, other: dict) -> str:
+    "The settings with which two runs were scored differently; empty if there are none."
+    shared = one["tasks"].keys() & other["tasks"].keys()
+    a = _setting(one, shared)
+    b = _setting(other, shared)
+    others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
+    if not others and a["prompts"] == "mteb":  # those of the task, whichever the model
+        asked = [
+            [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
+        ]
+        if any(None not in both and both[0] != both[1] for both in asked):
+            others.append("other instructions of the tasks")
+    return ", ".join(others)
+
+
 def _common_label(names: list[str]) -> str:
     "What the names of the runs of several seeds have in common; the first name if that is nothing."
     if len(set(names)) == 1:
@@ -190,6 +204,22 @@ def _group(named) -> dict[str, list[dict]]:
     return by_label
 
 # %% ../../nbs/evaluate/52_scored.ipynb #d4668fc8
+def _alike(label: str, runs: list[dict]) -> list[dict]:
+    """The runs under a label, of which a mean is shown. Raises `InputError` if they were scored with
+    different settings or on different data.
+    """
+    for run in runs[1:]:
+        settings = _other_settings(runs[0], run)
+        tasks = other_data(runs[0], run)
+        if settings or tasks:
+            how = f"with {settings}" if settings else f"on other data of {', '.join(tasks)}"
+            raise InputError(
+                f"{label!r} has runs that were scored {how}, so that their mean says nothing: give "
+                "each its own label, or no labels"
+            )
+    return runs
+
+
 def gather_scores(
     # a scores.json, a folder, or the content as a dict; a list of these; or {label: one or a list}
     scores,
@@ -199,7 +229,7 @@ def gather_scores(
     """
     if isinstance(scores, Mapping) and "tasks" not in scores:
         return {
-            str(label): [*chain.from_iterable(gather_scores(entry).values())]
+            str(label): _alike(label, [*chain.from_iterable(gather_scores(entry).values())])
             for label, entry in scores.items()
         }
     several = scores if isinstance(scores, list | tuple) else [scores]
@@ -224,29 +254,28 @@ def _queries_of_both(one: dict, other: dict) -> list[str]:
     return sorted(task for task in tasks if current(one, task) and current(other, task))
 
 
-def _other_settings(one: dict, other: dict) -> str:
-    "The settings with which two runs were scored differently; empty if there are none."
-    shared = one["tasks"].keys() & other["tasks"].keys()
-    a = _setting(one, shared)
-    b = _setting(other, shared)
-    others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
-    if not others and a["prompts"] == "mteb":  # those of the task, whichever the model
-        asked = [
-            [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
-        ]
-        if any(None not in both and both[0] != both[1] for both in asked):
-            others.append("other instructions of the tasks")
-    return ", ".join(others)
-
-
 def _points(scores: dict[str, float]) -> list[float]:
-    """The scores of queries in points, weighted so that their mean is the score of the task: the
-    mean over its splits and subsets. `scores` has the names split/subset/query.
+    """The scores of queries in points, such that their mean is the score of the task, the mean over
+    its splits and subsets, and their spread gives its error, as if queries were drawn within their
+    parts. `scores` has the names split/subset/query.
     """
     part = {query: tuple(query.split("/")[:2]) for query in scores}
-    sizes = Counter(part.values())
-    mean_size = len(scores) / len(sizes)
-    return [100 * scores[query] * mean_size / sizes[part[query]] for query in sorted(scores)]
+    parts = {}
+    for query, score in scores.items():
+        parts.setdefault(part[query], []).append(score)
+    means = {name: float(np.mean(own)) for name, own in parts.items()}
+    mean = float(np.mean([*means.values()]))
+    # of a query's distance from the mean of its part, with the freedom that the part has
+    number = len(scores)
+    freedom = {name: max(1, len(own) - 1) for name, own in parts.items()}
+    weights = {
+        name: number / len(parts) * math.sqrt((1 - 1 / number) / (len(own) * freedom[name]))
+        for name, own in parts.items()
+    }
+    return [
+        100 * (mean + weights[part[query]] * (scores[query] - means[part[query]]))
+        for query in sorted(scores)
+    ]
 
 
 def _query_scores(one: dict, other: dict) -> dict[str, tuple[list[float], list[float]]]:
@@ -310,25 +339,20 @@ def compared_models(
     scores,  # see `gather_scores`
 ) -> list[tuple[str, str, str, Difference]]:  # model, the model it is compared with, task, points
     """Compare every two models on every task for which both have scores by query. The p-values of
-    all models that are compared with one model on a task are corrected by Holm's method.
+    all pairs of models on a task are corrected by Holm's method, as none of them is the reference.
     """
     groups = gather_scores(scores)
-    comparisons = []
-    for than, others in groups.items():
-        later = list(groups)[list(groups).index(than) + 1 :]
-        tables = {model: _tables(_pairs_of_runs(others, groups[model])) for model in later}
-        for task in dict.fromkeys(task for table in tables.values() for task in table):
-            arms = {model: table[task] for model, table in tables.items() if task in table}
-            differences = {
-                model: np.asarray(mine) - np.asarray(theirs)
-                for model, (theirs, mine) in arms.items()
-            }
-            nothing = np.zeros(next(iter(differences.values())).shape[1:])
-            comparisons += [
-                (model, than, task, one)
-                for model, one in compare_with(differences, nothing).items()
-            ]
-    return comparisons
+    families = {}  # task and number of queries → (model, than) → (seeds, queries) differences
+    for than, model in combinations(groups, 2):
+        for task, runs in _tables(_pairs_of_runs(groups[than], groups[model])).items():
+            theirs, mine = map(np.asarray, runs)
+            family = families.setdefault((task, theirs.shape[1]), {})
+            family[model, than] = mine - theirs
+    return [
+        (*pair, task, one)
+        for (task, queries), differences in families.items()
+        for pair, one in compare_with(differences, np.zeros(queries)).items()
+    ]
 
 # %% ../../nbs/evaluate/52_scored.ipynb #096303dd
 def query_differences(

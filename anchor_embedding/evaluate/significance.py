@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEVEL', 'POWER', 'ALTERNATIVES', 'Difference', 'several_clusters', 'cluster_sums', 'two_level_bootstrap',
-           'stretched_interval', 'paired_bootstrap', 'noise', 'error_parts', 'check_alternative', 'least_p',
-           'seeds_needed', 'SignFlip', 'sign_flip', 'holm', 'detectable_difference', 'upper_spread', 'what_it_rests_on',
-           'compare_runs', 'compare_with', 'compare_means']
+           'stretched_interval', 'level_at_zero', 'paired_bootstrap', 'noise', 'error_parts', 'check_alternative',
+           'least_p', 'seeds_needed', 'SignFlip', 'sign_flip', 'holm', 'detectable_difference', 'upper_spread',
+           'what_it_rests_on', 'compare_runs', 'compare_with', 'compare_means']
 
 # %% ../../nbs/evaluate/20_significance.ipynb #01c2687f
 import math
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import chdtri, stdtr, stdtrit
+from scipy.special import chdtri, ndtri, stdtr, stdtrit
 
 from ..common.errors import InputError
 from ..common.show import counted
@@ -171,18 +171,29 @@ def stretched_interval(
     means: np.ndarray,  # (samples,) of a bootstrap
     centre: float,  # the measured difference
     freedom: float,  # degrees of freedom
+    level: float = LEVEL,  # share of intervals that may miss
 ) -> tuple[float, float]:
-    """The 95 % percentile interval, widened by the ratio of Student's t to the normal distribution;
-    with fewer than 4 degrees of freedom at least as wide as t times the spread.
+    """The percentile interval, widened by the ratio of Student's t to the normal distribution; with
+    fewer than 4 degrees of freedom at least as wide as t times the spread.
     """
-    low, high = np.quantile(means, [0.025, 0.975])
-    of_student = stdtrit(freedom, 0.975)
+    low, high = np.quantile(means, [level / 2, 1 - level / 2])
+    of_student = stdtrit(freedom, 1 - level / 2)
     # so few draws differ that their percentiles are not those of a spread
     least = of_student * means.std() if freedom < 4 else 0.0
-    wider = of_student / 1.959964
+    wider = of_student / ndtri(1 - level / 2)
     low = centre - max(wider * (centre - low), least)
     high = centre + max(wider * (high - centre), least)
     return float(low), float(high)
+
+
+def level_at_zero(means: np.ndarray, centre: float, freedom: float) -> float:
+    "The largest level at which `stretched_interval` holds 0, to three digits."
+    inside, outside = 0.0, 1.0
+    while outside - inside > 1e-3 * outside and outside > 1 / len(means):
+        level = (inside + outside) / 2
+        low, high = stretched_interval(means, centre, freedom, level)
+        inside, outside = (level, outside) if low <= 0 <= high else (inside, level)
+    return inside
 
 # %% ../../nbs/evaluate/20_significance.ipynb #0df1918a
 def _paired(a, b) -> np.ndarray:
@@ -209,8 +220,9 @@ def paired_bootstrap(
     # (n,) package or document of every query; those of one are drawn together
     clusters: Sequence | None = None,
 ) -> Difference:
-    """The mean of a − b with its 95 % bootstrap interval and two-sided p, both by Student's t.
-    Raises `InputError` unless a and b are pairs.
+    """The mean of a − b with its 95 % bootstrap interval and two-sided p, both by Student's t. With
+    clusters of unequal size, whose means are skewed, p is at least the level at which the interval
+    reaches 0. Raises `InputError` unless a and b are pairs.
     """
     differences = _paired(a, b)
     clusters, number = several_clusters(clusters, len(differences))
@@ -223,6 +235,8 @@ def paired_bootstrap(
         p = 2 * float(stdtr(freedom, -abs(centre / error)))
     else:  # all the same: that of a sign test
         p = 2.0**-freedom if centre else 1.0
+    if clusters and len(set(cluster_sums(differences[None], clusters)[1])) > 1:
+        p = max(p, level_at_zero(means, centre, freedom))
     return Difference(
         centre,
         low,

@@ -137,7 +137,8 @@ def mean_over_tasks(
     """
     mean = pd.DataFrame()
     if tasks and scores.keys() >= set(tasks):
-        mean = sum(scores[task] for task in tasks) / len(tasks)
+        arms = list(dict.fromkeys(arm for frame in scores.values() for arm in frame))
+        mean = sum(scores[task].reindex(columns=arms) for task in tasks) / len(tasks)
         runs = mean.groupby(level="step").transform("count")  # of every arm, at the step of a row
         mean = mean[(runs == runs.max().clip(lower=1)).all(axis=1)].dropna(how="all")
     if mean.empty:
