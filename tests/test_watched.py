@@ -76,7 +76,7 @@ def test_no_watched_pair_has_a_text_that_is_trained_on(base, examples):
     stage = recipe(base)
     tokenizer = prepare_tokenizer(stage, stage.base)
     rows = [replace(e, positive=examples[row // 2].positive) for row, e in enumerate(examples)]
-    shouted = [replace(e, query=f" {e.query.upper()}") for e in examples]
+    shouted = [replace(e, query=e.query.upper(), positive=f" {e.positive}") for e in examples]
     # rows twice; several queries with one positive; the same text written in another way
     for some in (examples * 2, rows, examples + shouted):
         data = make_data(stage, tokenizer, some)
