@@ -184,8 +184,8 @@ def not_read(source: str | os.PathLike) -> list[str]:  # names
     path = Path(source)
     parts = find_parts(source) if path.is_dir() else []
     files = [file for part in parts for file in part.files]
-    if not parts:
-        return []  # of a file
+    if not files:
+        return []  # beside a file
     beside = entries_beside(path, files)
     if files[0].name in ("corpus.jsonl", "corpus.jsonl.gz"):  # BEIR; its other qrels are known
         return [name for name in beside if ending_of(Path(name), _READERS)]

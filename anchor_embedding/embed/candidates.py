@@ -162,8 +162,9 @@ def find_candidates(
     # (b, k) documents and (b, k) scores, best first; (b,) the lowest score of a positive
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The best documents of some queries, without their positives, documents that end with one of
-    them (behind a title), and the query itself. Documents with equal scores are in the order of their indices; which of
-    them are among the k best, if not all can be, depends on the size of the blocks.
+    them (behind a title), and the query itself. Documents with equal scores are in the order of
+    their indices; which of them are among the k best, if not all can be, depends on the size of the
+    blocks.
     """
     best = torch.empty(stop - start, 0, device=getattr(scorer, "device", "cpu"))
     ids = None
