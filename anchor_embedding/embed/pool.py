@@ -48,7 +48,7 @@ class _Places:
         self.slots = array("i")
 
     def add(self, text: str, row: int, slot: int, folded: str | None = None) -> None:
-        self.keys.append(_hash(same_text(text) if folded is None else folded))
+        self.keys.append(folded_hash(text) if folded is None else _hash(folded))
         self.exact.append(_hash(text))
         self.rows.append(row)
         self.slots.append(slot)
@@ -73,7 +73,8 @@ TITLE = 300  # characters that a document may have before a positive
 class KnownPairs:
     "The pairs of all datasets."
 
-    # (2n, 2) uint64: the keys of the query and the positive of every row, and the same in reverse
+    # (2n, 2) uint64: the keys of the query and the positive of every row, and the same in reverse;
+    # ascending by the second
     keys: np.ndarray
     lengths: Set[int]  # characters of their folded texts
 
@@ -97,7 +98,8 @@ def read_pairs(store: ExampleStore) -> KnownPairs:
         texts = same_text(example.query), same_text(example.positive)
         keys[row] = [_hash(text) for text in texts]
         lengths.update(map(len, texts))
-    return KnownPairs(np.concatenate([keys, keys[:, ::-1]]), lengths)
+    keys = np.concatenate([keys, keys[:, ::-1]])
+    return KnownPairs(keys[np.argsort(keys[:, 1], kind="stable")], lengths)
 
 # %% ../../nbs/embed/62_pool.ipynb #dd8c46e0
 class ListedDocuments:
@@ -142,7 +144,8 @@ def _add_texts(
             for ending in pairs.possible_endings(folded):
                 found.extend((places.keys[-1], ending))
     found = np.array(found, np.uint64).reshape(-1, 2)
-    return found[np.isin(found[:, 1], pairs.keys[:, 1])]
+    _, known = _look_up(found[:, 1], pairs.keys[:, 1])
+    return found[known]
 
 # %% ../../nbs/embed/62_pool.ipynb #ace653c9
 class EncodedDocuments:
@@ -304,8 +307,7 @@ def _document(example: Example, slot: int) -> str:
 
 # %% ../../nbs/embed/62_pool.ipynb #699e9054
 def _with_endings(pairs: np.ndarray, endings: np.ndarray) -> np.ndarray:  # (t, 2) uint64
-    "The pairs, with each answer replaced by the texts that end with it."
-    pairs = pairs[np.argsort(pairs[:, 1], kind="stable")]
+    "The pairs (see `KnownPairs`), with each answer replaced by the texts that end with it."
     first, last = (np.searchsorted(pairs[:, 1], endings[:, 1], side) for side in ("left", "right"))
     number = last - first
     places = np.repeat(last - np.cumsum(number), number) + np.arange(number.sum())
