@@ -65,7 +65,7 @@ def add_commands(commands) -> None:
     parser.number("--seed", "seed of the samples", 0)
     parser.shared("--max-length", "--dtype", "--device")
 
-    parser = command(commands, export_command, "runs/quickstart/anchor --out my-embedder")
+    parser = command(commands, export_command, "runs/quickstart/primed --out my-embedder")
     parser.shared("model")
     parser.option("--out", "DIR", "a new or empty folder", kind=user_path, required=True)
     parser.flag("--adapter", "write LoRA weights and the name of the base, not merged weights")

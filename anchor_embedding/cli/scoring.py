@@ -73,7 +73,7 @@ def compare_command(args: argparse.Namespace) -> None:
 def add_commands(commands) -> None:
     "Add the commands of this room to the parser."
     scoring = command(
-        commands, evaluate_command, "runs/quickstart/anchor --tasks STS12,SciFact", "eval"
+        commands, evaluate_command, "runs/quickstart/primed --tasks STS12,SciFact", "eval"
     )
     sweeping = command(commands, sweep_command, "runs/stage2 --tasks SciFact --every 50")
     scoring.add_argument("models", nargs="+", **SHARED["model"])

@@ -289,7 +289,7 @@ def _without(words: list[str], option: str) -> list[str]:
 # %% ../../nbs/cli/40_vectors.ipynb #d40011
 def _add_encode(commands) -> None:
     parser = command(
-        commands, encode_command, "runs/quickstart/anchor --in corpus.jsonl --out vectors --nproc 2"
+        commands, encode_command, "runs/quickstart/primed --in corpus.jsonl --out vectors --nproc 2"
     )
     parser.shared("model")
     parser.option(
@@ -401,7 +401,7 @@ def _add_search(commands) -> None:
     parser.number("--partitions", "parts of the corpus (default: the square root of its size)")
 
     parser = command(
-        commands, search_command, 'runs/quickstart/anchor vectors "who holds the ship?"'
+        commands, search_command, 'runs/quickstart/primed vectors "who holds the ship?"'
     )
     parser.add_argument("model", metavar="MODEL", help="the model that encoded the corpus")
     parser.shared("vectors")

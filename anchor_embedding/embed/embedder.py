@@ -42,6 +42,7 @@ from anchor_embedding.model.decoder import (
     POOLINGS,
     CausalDecoder,
     check_echo,
+    check_positions,
     context_of,
     evaluating,
 )
@@ -64,6 +65,7 @@ from anchor_embedding.model.soft_tokens import (
 from anchor_embedding.model.text import (
     OPENINGS,
     PROMPT,
+    Template,
     TextTokenizer,
     list_of_texts,
     make_template,
@@ -532,13 +534,22 @@ def write_settings(
 _TEXT = ("template", "max_length", "eos_token", "prompt")  # settings of `TextTokenizer`
 _TRAINING = ("instructions", "datasets")
 _SETTINGS = (*_TEXT, "pooling", "attention", "soft_tokens", "decode_opening", *_TRAINING)
-_KINDS = {  # in the file; the other settings are texts
+_KINDS = {  # the other settings are texts
+    "template": str | Template,
     "max_length": int,
     "eos_token": str | None,
-    "soft_tokens": SoftTokens,
+    "soft_tokens": SoftTokens | None,
     "instructions": str | dict | None,
-    "datasets": list,
+    "datasets": list | tuple,
 }
+
+
+def _check_kinds(settings: dict) -> None:
+    "Raise `InputError` for a setting of another type."
+    for key, value in settings.items():
+        kind = _KINDS.get(key, str)
+        if not isinstance(value, kind):
+            raise InputError(f"{key} is {value!r}, not {getattr(kind, '__name__', kind)}")
 
 
 def read_settings(
@@ -548,23 +559,19 @@ def read_settings(
     path = own_files(str(name)) / SETTINGS_FILE
     if not path.exists():
         return {}
+    # models saved before these settings existed lack them
+    saved = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}
+    saved |= read_json(path, "save the model again")
     try:
-        # models saved before these settings existed lack them
-        saved = {"prompt": PROMPT, "attention": "causal", "decode_opening": "encode"}
-        saved |= read_json(path, "save the model again")
         settings = {key: saved[key] for key in (*_TEXT, "pooling", "attention", "decode_opening")}
         if "soft_tokens" in saved:
             settings["soft_tokens"] = SoftTokens(**saved["soft_tokens"])
         settings |= {key: saved[key] for key in _TRAINING if key in saved}
-        for key, value in settings.items():
-            if not isinstance(value, _KINDS.get(key, str)):
-                raise ValueError(f"{key} is {json.dumps(value)}")
+        _check_kinds(settings)
         if not all(isinstance(name, str) for name in settings.get("datasets", ())):
             raise ValueError(f"datasets is {json.dumps(settings['datasets'])}")
         return settings
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # an `InputError` is a `ValueError`
         raise InputError(f"{path} is damaged ({error}); save the model again") from error
 
 # %% ../../nbs/embed/10_embedder.ipynb #fca741f4
@@ -617,6 +624,9 @@ def load_embedder(
     embeddings.
     """
     check_known(settings, _SETTINGS)
+    if settings.get("max_length", 0) is None:
+        del settings["max_length"]
+    _check_kinds(settings)
     device = find_device(device)
     path = resolve_base(str(name)).path
     own = own_files(path)
@@ -644,7 +654,9 @@ def load_embedder(
     path = own if (own / "adapter_config.json").exists() else path
     attention = settings.pop("attention")
     decoder = set_attention(load_decoder(path, weights, device, compute), attention)
-    if "max_length" not in given:
+    if "max_length" in given:
+        check_positions(decoder, tokenizer.max_length, f"max_length = {tokenizer.max_length}")
+    else:
         tokenizer.max_length = int(min(tokenizer.max_length, context_of(decoder)))
     check_vocabulary(decoder, tokenizer, str(name))
     soft_tokens = settings["soft_tokens"]

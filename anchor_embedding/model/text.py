@@ -247,6 +247,15 @@ def _says_instruct(tokenizer):
     return re.search(r"instruct|chat|-it(?![a-z])", parts[-1], re.IGNORECASE) is not None
 
 # %% ../../nbs/model/10_text.ipynb #44cd22ac
+def _suits(tokenizer, chat: Template, end: int | None, eos_token: str | None) -> bool:
+    """Whether the style "auto" is this chat template. It is not where the tokenizer's EOS, with which
+    a text would end, also comes before every text, as in OLMo-2's.
+    """
+    if eos_token is None and chat.eos_id in chat.header + chat.footer:
+        return False
+    return end == tokenizer.eos_token_id or _says_instruct(tokenizer)
+
+
 def make_template(
     tokenizer,  # a tokenizer of transformers
     # "plain", "chat", "released", or "auto": chat for instruct models with a usable chat template,
@@ -280,7 +289,7 @@ def make_template(
             f"template 'chat' needs the chat template of {_name(tokenizer)}, {why}: "
             "use template 'plain'"
         )
-    if chat and (style == "chat" or chat[1] == tokenizer.eos_token_id or _says_instruct(tokenizer)):
+    if chat and (style == "chat" or _suits(tokenizer, *chat, eos_token)):
         template = chat[0]
     else:
         template = Template("plain", _bos(tokenizer), (), _eos_id(tokenizer, eos_token))

@@ -147,6 +147,19 @@ class ContrastiveLoss(Objective):
     symmetric_loss: bool = False  # each document must also pick its query
     same_side_negatives: bool = False  # queries also compete with queries, documents with documents
 
+    def check_context(self, decoder: CausalDecoder, tokenizer) -> None:
+        "See `Objective.check_context`; the vectors must have every length of `matryoshka` too."
+        super().check_context(decoder, tokenizer)
+        self.check_lengths(decoder.hidden_size)
+
+    def check_lengths(self, width: int) -> None:
+        "Raise `InputError` for a prefix longer than vectors of this width."
+        if wrong := [size for size in self.matryoshka if not 1 <= size <= width]:
+            raise InputError(
+                f"matryoshka names the length {wrong[0]}, but vectors have {width}: give "
+                f"lengths from 1 to {width}"
+            )
+
     def of_prefix(
         self,
         vectors: torch.Tensor,  # (n, d): B queries, their B positives, then hard negatives
@@ -184,11 +197,7 @@ def contrastive_terms(
 ) -> dict[str, torch.Tensor]:  # infonce, loss, candidates: scalars
     "The loss of a global batch. Raises `InputError` for a prefix longer than the vectors."
     width = vectors.shape[1]
-    if wrong := [size for size in objective.matryoshka if not 1 <= size <= width]:
-        raise InputError(
-            f"matryoshka names the length {wrong[0]}, but vectors have {width}: give "
-            f"lengths from 1 to {width}"
-        )
+    objective.check_lengths(width)
     sizes = sorted({*objective.matryoshka, width})
     terms = [objective.of_prefix(vectors[:, :size], facts, num_pairs) for size in sizes]
     loss = torch.stack([loss for loss, _, _ in terms]).mean()

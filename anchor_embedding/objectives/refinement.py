@@ -88,7 +88,7 @@ class Refinement(Contrastive):
     # of the penalty on steps that are worse than the one before, λ
     regularizer_weight: NotNegative = 1.0
     detach_regularizer: bool = True  # its earlier loss is a constant
-    regularizer_floor: NotNegative = 1e-8  # added to the losses inside its logarithms
+    regularizer_floor: Positive = 1e-8  # added to the losses inside its logarithms
     pooling: str = given("mean")  # of the states at the soft tokens
     vocabulary: int = given(0)  # rows that take part in a soft token; 0 = all
 
@@ -136,3 +136,13 @@ class Refinement(Contrastive):
             yield "refinement reads causally: leave `attention` out"
         if self.soft_token_kind == "pause" and self.soft_token_temperature != 1:
             yield "`soft_token_temperature` has no effect on pause tokens; leave it out"
+        if self.soft_token_kind == "pause" and not self.mask_unused_rows:
+            yield "`mask_unused_rows` has no effect on pause tokens; leave it out"
+        if self.refine_steps == 1 and self.regularizer_weight not in (0, 1):
+            yield "`regularizer_weight` has no effect on a single step; leave it out"
+        untouched = self.detach_regularizer and self.regularizer_floor == 1e-8
+        if not self.regularizer_weight and not untouched:
+            yield (
+                "`detach_regularizer` and `regularizer_floor` have no effect while "
+                "`regularizer_weight` is 0; leave them out"
+            )

@@ -123,7 +123,7 @@ class OptimisationSettings(BaseModel):
     steps: Counting  # optimiser steps
     batch_size: Counting = 512  # pairs per step, over all processes
     learning_rate: Positive  # at the end of the warm-up
-    warmup_steps: Natural = 300  # linear, from 0
+    warmup_steps: Natural = 300  # linear: step i, from 0, has (i + 1) / warmup_steps of the rate
     schedule_steps: Natural = 0  # the rate decays linearly to 0 at this step; 0 = at `steps`
     weight_decay: NotNegative = 0.0  # AdamW; of all trained weights, also of norms and biases
     beta1: BelowOne = 0.9  # AdamW
