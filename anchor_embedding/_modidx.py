@@ -3003,6 +3003,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'anchor_embedding/study/figures.py'),
                                                 'anchor_embedding.study.figures._draw_loss': ( 'study/figures.html#_draw_loss',
                                                                                                'anchor_embedding/study/figures.py'),
+                                                'anchor_embedding.study.figures._fixed_colour': ( 'study/figures.html#_fixed_colour',
+                                                                                                  'anchor_embedding/study/figures.py'),
                                                 'anchor_embedding.study.figures._last_stages': ( 'study/figures.html#_last_stages',
                                                                                                  'anchor_embedding/study/figures.py'),
                                                 'anchor_embedding.study.figures._reference_lines': ( 'study/figures.html#_reference_lines',

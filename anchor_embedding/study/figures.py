@@ -9,6 +9,7 @@ __all__ = ['COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'METRICS', 'LABELS', 'DIRE
 
 # %% ../../nbs/study/10_figures.ipynb #0712d4d6
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 
@@ -33,8 +34,16 @@ COLOURS = {
     "only_q2d": "#009E73",
     "only_d2q": "#CC79A7",
     "stage1": "#E69F00",
+    # controls and rivals
+    "primed": "#56B4E9",
+    "shuffled": "#999933",
+    "contrasted": "#882255",
+    "infonce": "#44AA99",
+    "bag_of_tokens": "#332288",
+    "longer": "#AA7744",
+    "language_model": "#CC6677",
 }
-# for arms of other names
+# for arms of other names, those first that no arm of the plot has
 SPARE_COLOURS = ("#56B4E9", "#882255", "#999933", "#44AA99", "#332288", "#AA7744", "#CC6677")
 INK = "#1a1a1a"
 GRID = "#dddddd"
@@ -71,6 +80,9 @@ _STYLE = {
 }
 
 
+_DASHES = ("-", "--", "-.", ":")
+
+
 def style():
     "A context manager that applies the shared style: `with style(): …`."
     return matplotlib.rc_context(_STYLE)
@@ -81,20 +93,35 @@ def colour(
     # all arms of the plot, so that up to seven without a fixed colour get different ones
     arms=(),
 ) -> str:
-    """The colour of an arm: its fixed one, or one by its place among the other arms of the plot. From
-    the eighth arm without a fixed colour on they repeat, with the line styles of `looks`.
+    """The colour of an arm: its fixed one or that of the arm of which it is a variant, or one by its
+    place among the other arms of the plot. From the eighth arm without a fixed colour on they
+    repeat, with the line styles of `looks`.
     """
-    return COLOURS.get(arm) or looks([*arms, arm])[arm]["color"]
+    return looks([*arms, arm])[arm]["color"]
+
+
+def _fixed_colour(arm: str) -> str | None:
+    "The colour of an arm, or of the one of which it is a variant: `anchor_20k` is one of `anchor`."
+    while arm and arm not in COLOURS:
+        arm = arm.rpartition("_")[0]
+    return COLOURS.get(arm)
 
 
 def looks(
     arms: Sequence[str],  # all arms of a plot
 ) -> dict[str, dict[str, str]]:  # arm → arguments of `axes.plot`
-    "Colour, marker and line style of every arm of a plot. Up to 28 arms without a fixed colour differ."
+    """Colour, marker and line style of every arm of a plot. Up to 28 arms without a fixed colour
+    differ, and up to four variants of one arm.
+    """
+    fixed = {arm: _fixed_colour(arm) for arm in dict.fromkeys(arms)}
+    inks = sorted(SPARE_COLOURS, key=lambda ink: ink in fixed.values())
+    spare = cycle((ink, dashes) for dashes in _DASHES for ink in inks)
+    used = Counter()
     looks = {}
-    spare = cycle((ink, dashes) for dashes in ("-", "--", "-.", ":") for ink in SPARE_COLOURS)
-    for arm, marker in zip(dict.fromkeys(arms), cycle("os^vDP")):
-        ink, dashes = (COLOURS[arm], "-") if arm in COLOURS else next(spare)
+    for (arm, ink), marker in zip(fixed.items(), cycle("os^vDP")):
+        dashes = _DASHES[used[ink] % len(_DASHES)]
+        used[ink] += 1
+        ink, dashes = (ink, dashes) if ink else next(spare)
         looks[arm] = {"color": ink, "marker": marker, "linestyle": dashes}
     return looks
 
@@ -263,10 +290,10 @@ def _last_stages(report):
 def _reference_lines(axes, report, metric):
     "Draw BM25 and the untouched model, and start the y axis at zero; returns their end labels."
     labels = []
-    whole = "BM25, whole texts" if report.get("bm25_cut") else "BM25"
+    whole = "BM25, whole texts (- -)" if report.get("bm25_cut") else "BM25"
     references = (
         ("bm25", "--", whole),
-        ("bm25_cut", "-.", "BM25 on what is read"),
+        ("bm25_cut", "-.", "BM25 on what is read (- ·)"),
         ("base", ":", "untouched"),
     )
     for key, dashes, name in references:
