@@ -63,7 +63,8 @@ def _linear_maps(layer: nn.Module) -> dict[str, tuple[int, int]]:
     "The linear maps of a layer by name. Raises `InputError` for weights that are not matrices."
     for name, weight in layer.named_parameters():
         if weight.dim() > 2:
-            raise InputError(f"its layers hold {name}: a mixture of experts is not supported")
+            kind = "a mixture of experts" if "expert" in name else "a weight that is no matrix"
+            raise InputError(f"its layers hold {name}: {kind} is not supported")
     return {
         name.rpartition(".")[2]: (module.in_features, module.out_features)
         for name, module in layer.named_modules()

@@ -94,7 +94,8 @@ def parse_overrides(
         else:
             kind = own.get(name) or kind_of(name, own)
         parse = parse_value if isinstance(value, str) else check_setting
-        parsed[key] = value if value is None else parse(key, value, kind)
+        unset = value is None and name in LORA  # as `Recipe.to_dict` has it without LoRA
+        parsed[key] = None if unset else parse(key, value, kind)
         if value is not None and parsed[key] is None and name in LORA:
             raise InputError(
                 f"`{key}` = {value!r}: must be a value (no dropout is 0); leave it out for the "
