@@ -249,15 +249,8 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
         Recipe(**SHARED, base="-", attention="bidirectional")
     with pytest.raises(InputError, match="`soft_token_temperature` has no effect on pause tokens"):
         Recipe(**SHARED, base="-", soft_token_kind="pause", soft_token_temperature=0.5)
-    for settings, message in (
-        ({"soft_token_kind": "pause", "mask_unused_rows": False}, "`mask_unused_rows` has no"),
-        ({"refine_steps": 1, "regularizer_weight": 3.0}, "`regularizer_weight` has no effect on a"),
-        ({"regularizer_weight": 0.0, "regularizer_floor": 0.05}, "`regularizer_floor` have no"),
-        ({"regularizer_weight": 0.0, "detach_regularizer": False}, "`detach_regularizer` and"),
-        ({"regularizer_floor": 0.0}, "`regularizer_floor` = 0.0: must be above 0"),
-    ):
-        with pytest.raises(InputError, match=message):
-            Recipe(**SHARED | settings, base="-")
+    with pytest.raises(InputError, match="`regularizer_floor` = 0.0: must be above 0"):
+        Recipe(**SHARED | {"regularizer_floor": 0.0}, base="-")
     with pytest.raises(
         InputError,
         match="1000 refinement steps exceed the model's context of "

@@ -136,13 +136,3 @@ class Refinement(Contrastive):
             yield "refinement reads causally: leave `attention` out"
         if self.soft_token_kind == "pause" and self.soft_token_temperature != 1:
             yield "`soft_token_temperature` has no effect on pause tokens; leave it out"
-        if self.soft_token_kind == "pause" and not self.mask_unused_rows:
-            yield "`mask_unused_rows` has no effect on pause tokens; leave it out"
-        if self.refine_steps == 1 and self.regularizer_weight not in (0, 1):
-            yield "`regularizer_weight` has no effect on a single step; leave it out"
-        untouched = self.detach_regularizer and self.regularizer_floor == 1e-8
-        if not self.regularizer_weight and not untouched:
-            yield (
-                "`detach_regularizer` and `regularizer_floor` have no effect while "
-                "`regularizer_weight` is 0; leave them out"
-            )
