@@ -249,7 +249,7 @@ def test_what_cannot_be_run_is_refused_before_training(bases, tmp_path):
         Recipe(**SHARED, base="-", attention="bidirectional")
     with pytest.raises(InputError, match="`soft_token_temperature` has no effect on pause tokens"):
         Recipe(**SHARED, base="-", soft_token_kind="pause", soft_token_temperature=0.5)
-    with pytest.raises(InputError, match="`regularizer_floor` = 0.0: must be above 0"):
+    with pytest.raises(InputError, match=r"`regularizer_floor` = 0\.0: must be above 0"):
         Recipe(**SHARED | {"regularizer_floor": 0.0}, base="-")
     with pytest.raises(
         InputError,
