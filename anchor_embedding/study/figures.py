@@ -9,7 +9,6 @@ __all__ = ['COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'METRICS', 'LABELS', 'DIRE
 
 # %% ../../nbs/study/10_figures.ipynb #0712d4d6
 import math
-from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 
@@ -80,9 +79,6 @@ _STYLE = {
 }
 
 
-_DASHES = ("-", "--", "-.", ":")
-
-
 def style():
     "A context manager that applies the shared style: `with style(): …`."
     return matplotlib.rc_context(_STYLE)
@@ -93,35 +89,37 @@ def colour(
     # all arms of the plot, so that up to seven without a fixed colour get different ones
     arms=(),
 ) -> str:
-    """The colour of an arm: its fixed one or that of the arm of which it is a variant, or one by its
-    place among the other arms of the plot. From the eighth arm without a fixed colour on they
-    repeat, with the line styles of `looks`.
+    """The colour of an arm: its fixed one, or that of the arm of which it is a variant if no other
+    arm of the plot has it, or one by its place among the other arms of the plot. From the eighth
+    arm without a fixed colour on they repeat, with the line styles of `looks`.
     """
     return looks([*arms, arm])[arm]["color"]
 
 
-def _fixed_colour(arm: str) -> str | None:
-    "The colour of an arm, or of the one of which it is a variant: `anchor_20k` is one of `anchor`."
-    while arm and arm not in COLOURS:
-        arm = arm.rpartition("_")[0]
-    return COLOURS.get(arm)
+def _fixed_colours(arms: Sequence[str]) -> dict[str, str]:
+    """arm → colour, of the arms that have a fixed one, and of variants of an arm whose colour no
+    other one of these arms has: `anchor_20k` is a variant of `anchor`.
+    """
+    fixed = {arm: COLOURS[arm] for arm in arms if arm in COLOURS}
+    for variant in arms:
+        arm = variant
+        while arm and arm not in COLOURS:
+            arm = arm.rpartition("_")[0]
+        if arm and COLOURS[arm] not in fixed.values():
+            fixed[variant] = COLOURS[arm]
+    return fixed
 
 
 def looks(
     arms: Sequence[str],  # all arms of a plot
 ) -> dict[str, dict[str, str]]:  # arm → arguments of `axes.plot`
-    """Colour, marker and line style of every arm of a plot. Up to 28 arms without a fixed colour
-    differ, and up to four variants of one arm.
-    """
-    fixed = {arm: _fixed_colour(arm) for arm in dict.fromkeys(arms)}
+    "Colour, marker and line style of every arm of a plot. Up to 28 arms without a fixed colour differ."
+    fixed = _fixed_colours(arms)
     inks = sorted(SPARE_COLOURS, key=lambda ink: ink in fixed.values())
-    spare = cycle((ink, dashes) for dashes in _DASHES for ink in inks)
-    used = Counter()
+    spare = cycle((ink, dashes) for dashes in ("-", "--", "-.", ":") for ink in inks)
     looks = {}
-    for (arm, ink), marker in zip(fixed.items(), cycle("os^vDP")):
-        dashes = _DASHES[used[ink] % len(_DASHES)]
-        used[ink] += 1
-        ink, dashes = (ink, dashes) if ink else next(spare)
+    for arm, marker in zip(dict.fromkeys(arms), cycle("os^vDP")):
+        ink, dashes = (fixed[arm], "-") if arm in fixed else next(spare)
         looks[arm] = {"color": ink, "marker": marker, "linestyle": dashes}
     return looks
 
