@@ -248,8 +248,8 @@ def _says_instruct(tokenizer):
 
 # %% ../../nbs/model/10_text.ipynb #44cd22ac
 def _suits(tokenizer, chat: Template, end: int | None, eos_token: str | None) -> bool:
-    """Whether the style "auto" is this chat template. It is not where the tokenizer's EOS, with which
-    a text would end, also comes before every text, as in OLMo-2's.
+    """Whether the style "auto" is this chat template. It is not where the tokenizer's EOS, with
+    which a text would end, also comes before every text, as in OLMo-2's.
     """
     if eos_token is None and chat.eos_id in chat.header + chat.footer:
         return False
