@@ -627,15 +627,26 @@ for name in ("owner/merged", "owner/adapter"):
 np.save(sys.argv[1], found)
 
 import torch
-from anchor_embedding.model.loading import hub_revision
+from anchor_embedding.model.loading import hub_identity
 from anchor_embedding.train.prepare import prepare_embedder
 from anchor_embedding.train.recipe_files import load_recipe
 
-assert hub_revision(".") is None and hub_revision("owner/other") is None
+commit = "0" * 40
+assert hub_identity(".") is None and hub_identity("owner/other") is None
+assert hub_identity("owner/merged") == ("owner/merged", commit)
 recipe = load_recipe("stage1", ["base=owner/merged", "data=docstrings", "instructions=none"])
-for base, revision in (("owner/merged", "0" * 40), (sys.argv[2], None)):
-    card = prepare_embedder(recipe.replace(base=base), torch.device("cpu"))[1]
-    assert card.get("base_revision") == revision, card
+bases = {"owner/merged": commit, f"owner/merged@{commit}": commit, sys.argv[2]: None}
+for name, vectors in zip(("owner/merged", "owner/adapter"), found[::2], strict=True):
+    pinned = Embedder.from_pretrained(f"{name}@{commit}", dtype="float32", device="cpu")
+    assert (pinned.encode(sys.argv[3:]) == vectors).all()
+digests = set()
+for base, revision in bases.items():
+    embedder, card = prepare_embedder(recipe.replace(base=base), torch.device("cpu"))
+    assert card.get("base_revision") == embedder.decoder.revision == revision, card
+    if revision:
+        assert embedder.decoder.model.name_or_path == "owner/merged"
+        digests.add((card["base_digest"], card["base_files_digest"]))
+assert len(digests) == 1 and all(digests.pop())
 """
 
 

@@ -17,6 +17,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.embed.embedder import PAUSE_TOKENS, SETTINGS_FILE, Embedder, own_files
 from anchor_embedding.embed.encoders import model_revision
+from anchor_embedding.evaluate.candidate import describe_loaded, find_candidate
 from anchor_embedding.model.base import resolve_base
 from anchor_embedding.model.loading import add_lora, load_decoder
 from anchor_embedding.model.packing import pack
@@ -278,6 +279,36 @@ def test_an_adapter_is_loaded_on_the_commit_of_its_base_that_it_was_trained_on(
     assert not torch.allclose(load_decoder("me/model").encode(batch), untrained, atol=0.1)
     # a second adapter's base is a folder, which has no commits
     assert add_lora(load_decoder(adapter)).model.peft_config["default"].revision is None
+
+
+def test_a_run_goes_on_at_the_commit_of_its_base_at_which_it_began(cached, tmp_path, pairs):
+    first, newest = "1" * 40, "2" * 40
+    for commit in (first, newest):
+        model(cached / "snapshots" / commit)
+    change(cached / "snapshots" / newest / "model.safetensors", larger)
+
+    def train(base, out, *more):
+        command = training("baseline", base, pairs, tmp_path / out, "hard_negatives=0")
+        assert main([*map(str, command), *more]) == 0
+        return load_file(tmp_path / out / "step-000002" / "adapter_model.safetensors")
+
+    (cached / "refs/main").write_text(first)
+    whole = train("me/model", "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    for folder in ("step-000002", "final"):
+        shutil.rmtree(tmp_path / "half" / folder)
+    (cached / "refs/main").write_text(newest)
+    for found in (train("me/model", "half", "--resume"), train(f"me/model@{first}", "pinned")):
+        assert all(torch.equal(found[key], weight) for key, weight in whole.items())
+    assert any(not torch.equal(train("me/model", "new")[key], whole[key]) for key in whole)
+    for run in ("whole", "half", "pinned"):
+        card = json.loads((tmp_path / run / "card.json").read_text())
+        adapter = json.loads((tmp_path / run / "step-000002" / "adapter_config.json").read_text())
+        named = (adapter["base_model_name_or_path"], adapter["revision"])
+        assert card["base_revision"] == first and named == ("me/model", first)
+        final = tmp_path / run / "final"
+        meta, _ = describe_loaded(find_candidate(final), Embedder.from_pretrained(final), run)
+        assert meta.adapted_from == "me/model"
 
 
 @pytest.mark.parametrize("bin_file", [False, True], ids=["safetensors", "bin"])

@@ -48,7 +48,7 @@ def picture_format(path: Path | None) -> str:
 
 
 SHARED = {
-    "model": {"metavar": "MODEL", "help": "a run, a checkpoint, a folder, or a hub name"},
+    "model": {"metavar": "MODEL", "help": "a run, a checkpoint, a folder, or a hub name[@commit]"},
     "recipe": {"metavar": "RECIPE", "help": "a shipped name (see `anchor recipes`) or a TOML file"},
     "vectors": {"type": user_path, "metavar": "DIR", "help": "the output of `anchor encode`"},
     "--base": {"metavar": "NAME_OR_PATH", "help": "base model (default: that of the recipe)"},

@@ -23,6 +23,7 @@ from ..common.provenance import dtype_name, installed_versions
 from .embedder import Embedder
 from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
+from ..model.base import split_commit
 
 # %% ../../nbs/embed/38_card.ipynb #ac5393f3
 def _hub_name(name: str) -> str | None:
@@ -54,6 +55,7 @@ def find_base(
     "What is known about a base model."
     from huggingface_hub import try_to_load_from_cache
 
+    origin, commit = split_commit(origin)
     folder = Path(origin)
     name = _hub_name(origin)
     if provenance := _own_provenance(folder):
@@ -63,7 +65,7 @@ def find_base(
             "source": provenance["source"],
         }
         return {key: value for key, value in known.items() if value}
-    cached = try_to_load_from_cache(name, "README.md") if name else None
+    cached = try_to_load_from_cache(name, "README.md", revision=commit) if name else None
     license = None
     readme = Path(cached) if isinstance(cached, str) else folder / "README.md"
     if origin and readme.is_file():

@@ -26,7 +26,7 @@ from anchor_embedding.evaluate.encoder import (
 )
 from .prompts import PromptStyle, check_prompts
 from .scores import digest
-from ..model.base import resolve_base
+from ..model.base import resolve_base, split_commit
 from ..model.loading import choose_dtype, find_device
 from ..model.text import TextTokenizer
 
@@ -162,6 +162,7 @@ def describe_loaded(
     facts["as_trained"] = style.as_trained
     facts["device"] = device_name(loaded.decoder.device)
     base = cards[0]["recipe"]["base"] if cards and "base_folder" not in cards[0] else ""
+    base, _ = split_commit(base)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base)
     meta = model_meta(loaded, name, revision, training, base if on_hub else None, style, length)
     return meta, facts

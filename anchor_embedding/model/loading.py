@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_BFLOAT16', 'choose_device', 'find_device', 'choose_dtype', 'keep_freed_memory', 'return_freed_memory',
-           'busy_note', 'free_memory', 'check_report', 'cached_copy', 'hub_revision', 'load_causal_lm', 'check_head',
+           'busy_note', 'free_memory', 'check_report', 'cached_copy', 'hub_identity', 'load_causal_lm', 'check_head',
            'check_vocabulary', 'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
            'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
 
@@ -244,12 +244,20 @@ def cached_copy(
     return Path(path).parent if isinstance(path, str) else None
 
 
-def hub_revision(
-    name: str,  # of a model on the hub, or a folder
-) -> str | None:
-    "The commit of a hub model in the local cache; None for a folder or a model not in the cache."
-    copy = cached_copy(name)
-    return copy and copy.name
+def hub_identity(
+    name: str | os.PathLike,  # of a model on the hub, or a folder
+) -> tuple[str, str] | None:
+    """Name and commit of a hub model in the local cache, also for the folder of the cache that holds
+    it; None for any other folder, and for a model that is not in the cache.
+    """
+    from huggingface_hub import constants
+
+    folder = (cached_copy(str(name)) or Path(name)).absolute()
+    repository = folder.parent.parent
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    if folder.parent.name != "snapshots" or repository.parent != cache:
+        return None
+    return repository.name.removeprefix("models--").replace("--", "/"), folder.name
 
 
 def load_causal_lm(
@@ -410,7 +418,10 @@ def load_decoder(
     # loaded directly onto its device
     to = {} if on_cpu else {"device_map": str(device)}
     model = load_causal_lm(name, dtype, revision, **to)
-    if Path(name).is_dir():  # an adapter names it, perhaps saved from another working folder
+    if of_hub := hub_identity(name):  # an adapter names it, and is loaded on other machines too
+        model.name_or_path, commit = of_hub
+        revision = revision or commit
+    elif Path(name).is_dir():  # the adapter may be saved from another working folder
         model.name_or_path = str(Path(name).absolute())
     if dtype == "auto" and not _multiplies(model.dtype, compute_dtype):
         model = model.float()
@@ -422,7 +433,7 @@ def load_decoder(
     if on_cpu:
         keep_freed_memory()
     decoder = _prepare(model.to(device).eval(), compute_dtype)
-    decoder.revision = revision or hub_revision(name)
+    decoder.revision = revision
     decoder.weights_digest = weights_digest(name)
     return decoder
 

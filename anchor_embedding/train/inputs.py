@@ -17,6 +17,7 @@ from pathlib import Path
 from ..common.errors import InputError
 from ..common.files import cache_folder, read_json
 from ..common.settings import closest
+from ..model.base import split_commit
 from ..model.shape import ModelShape, known_configs, read_shape, shape_from_config
 from .recipe import Recipe
 from .recipe_files import load_recipe, shipped_recipes
@@ -27,8 +28,9 @@ def _cached(base):
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 
+    name, commit = split_commit(base)
     try:
-        path = try_to_load_from_cache(base, "config.json")
+        path = try_to_load_from_cache(name, "config.json", revision=commit)
     except HFValidationError:
         return None
     return path if isinstance(path, str) else None
@@ -55,17 +57,18 @@ def find_shape(
 ) -> tuple[ModelShape, str]:  # and where it was found
     "The shape of a recipe's base, from files on this machine. Raises `InputError` if unknown."
     base = without_adapter(_result(base))
+    name = split_commit(base)[0]
     known = known_configs()
     start = base.removeprefix("runs/").removesuffix("/final")
     if (Path(base) / "config.json").is_file():
         return read_shape(base), str(Path(base) / "config.json")
-    if base in known:
-        return shape_from_config(known[base], base), base
+    if name in known:
+        return shape_from_config(known[name], name), name
     if base.startswith("runs/") and start in shipped_recipes():
         return find_shape(load_recipe(start).base)
     if path := _cached(base):
         return read_shape(Path(path).parent), path
-    hint = closest(base, known, "the known models are those of the paper and a few small ones")
+    hint = closest(name, known, "the known models are those of the paper and a few small ones")
     raise InputError(
         f"the shape of {base!r} is not known: it is neither a folder with config.json, nor "
         f"in the local hub cache, nor a known model ({hint}); "

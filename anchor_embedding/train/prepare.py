@@ -48,6 +48,7 @@ from ..model.bidirectional import set_attention
 from ..model.decoder import CausalDecoder, check_positions
 from anchor_embedding.model.loading import (
     add_lora,
+    cached_copy,
     check_head,
     check_vocabulary,
     checkpoint_activations,
@@ -55,7 +56,7 @@ from anchor_embedding.model.loading import (
     compile_layers,
     free_memory,
     halve_frozen,
-    hub_revision,
+    hub_identity,
     load_adapter,
     load_decoder,
 )
@@ -391,14 +392,14 @@ def opening_of(recipe: Recipe, base: str) -> str:
 # %% ../../nbs/train/35_prepare.ipynb #211983a3
 def _base_entries(base: Base) -> dict[str, str]:
     "What the card says of the base."
-    revision = hub_revision(base.path)
+    folder = cached_copy(base.path) or base.path
     entries = {
         "base": base.source,
-        "base_digest": revision or weights_digest(base.path),
-        "base_files_digest": revision or files_digest(base.path),
+        "base_digest": weights_digest(folder),
+        "base_files_digest": files_digest(folder),
     }
-    if revision:
-        entries["base_revision"] = revision
+    if of_hub := hub_identity(folder):
+        entries["base_revision"] = of_hub[1]
     elif base.source == base.path and Path(base.path).exists():
         # "models/base" may later look like a name on the hub
         entries["base_folder"] = str(Path(base.path).resolve())
@@ -414,7 +415,7 @@ def named_files(
     entries = {"instructions": instructions_record(recipe.instructions, datasets)["instructions"]}
     for setting, name in recipe.objective.models().items():
         path = resolve_base(name, say).path
-        entries[f"{setting}_digest"] = hub_revision(path) or model_digest(path)
+        entries[f"{setting}_digest"] = model_digest(cached_copy(path) or path)
     return entries
 
 
@@ -424,9 +425,10 @@ def prepare_embedder(
     start: Path | None = None,  # a checkpoint of this recipe to continue from
     say: Callable[[str], None] = print,
     datasets: Iterable[str] | None = None,  # of the pairs; None = unknown
+    commit: str | None = None,  # of a base on the hub; None = the recipe's, or the newest
 ) -> tuple[Embedder, dict]:  # ready to be trained, and its entries for the card
     "Base model, tokenizer and adapters of a recipe. Raises `InputError`."
-    base = resolve_base(recipe.base, say)
+    base = resolve_base(recipe.base, say, commit)
     dtype, reason = choose_dtype(recipe.dtype, device)
     say(f"matrix products in {str(dtype).removeprefix('torch.')}: {reason}")
     tokenizer = prepare_tokenizer(recipe, base.path)

@@ -82,7 +82,9 @@ class SubjectSettings(BaseModel):
     name: Annotated[str, FOLDER]  # of the recipe; its run is in runs/<name>
     description: str = ""  # one line for lists
     objective: InstanceOf[Objective]  # in TOML: its name; its settings are in the same table
-    base: NonEmpty  # model to start from: a hub name, a folder, or a name this package knows
+    # model to start from: a folder, a hub name (owner/name, or owner/name@commit), or a name that
+    # this package knows
+    base: NonEmpty
     # file, folder (also BEIR's), hub dataset "owner/name[:config:split]", or "docstrings"
     data: NonEmpty
     # how often a pass goes through a dataset, "dataset=ratio"; once through those not named

@@ -407,7 +407,10 @@ def prepare(
         examples, source = load_examples(recipe, run.say, None if run.main else False)
     plan = batch_plan(recipe, examples)
     recipe = fit_to_device(recipe, run.accelerator.device, began_with(run), run.say)
-    embedder, run.card = prepare_embedder(recipe, run.accelerator.device, start, run.say, plan.rows)
+    commit = _earlier_card(run).get("base_revision")
+    embedder, run.card = prepare_embedder(
+        recipe, run.accelerator.device, start, run.say, plan.rows, commit
+    )
     run.embedder = SharedEmbedder(embedder, run.accelerator)
     run.decoder = run.embedder.decoder
     run.objective = recipe.objective.prepared(run.embedder.tokenizer)
