@@ -379,7 +379,7 @@ def agent(folder, port, number):
 
 
 def kill_with_children(process):
-    """Kills processes as if a machine had lost its power."""
+    """Kills processes as when a machine ends them; its connections are closed."""
     family = [*psutil.Process(process.pid).children(recursive=True), process]
     for one in family:
         with suppress(psutil.NoSuchProcess):
@@ -414,6 +414,7 @@ def test_a_machine_is_lost_and_the_run_goes_on(tmp_path, recipe, monkeypatch):
             with suppress(psutil.NoSuchProcess):
                 kill_with_children(process)
     assert "resumes from step" in logs[0].read_text()
+    assert sum("done: " in log.read_text() for log in logs) == 1  # the first process tells it
     assert steps(tmp_path) == [*range(1, 31)]
     assert json.loads((tmp_path / "run" / "card.json").read_text())["processes"] == 2
     straight = recipe.replace(steps=30)

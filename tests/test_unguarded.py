@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ import anchor_embedding.data.store as store_module
 import anchor_embedding.train.prepare as prepare_module
 import anchor_embedding.train.stage as stage
 from anchor_embedding.cli.main import main
-from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.errors import InputError, Stopped
 from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example
@@ -661,6 +662,47 @@ def test_a_failed_evaluation_costs_no_training(
         load_file(tmp_path / name / "final" / "model.safetensors") for name in ("failed", "whole")
     ]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+def test_a_checkpoint_is_saved_before_the_evaluation_of_its_step(base, examples, pairs, tmp_path):
+    """With several processes, a failed evaluation cannot save what was not saved before it."""
+    recipe = small(base, pairs, steps=2, eval_every=1, checkpoint_every=1)
+    seen = []
+
+    def evaluate(embedder):
+        seen.append(sorted(path.name for path in (tmp_path / "run").glob("step-*")))
+        return {"figure": 1.0}
+
+    train(recipe, tmp_path / "run", examples, progress=False, say=quiet, evaluate=evaluate)
+    assert [names[-1:] for names in seen] == [[], ["step-000001"], ["step-000002"]]
+
+
+def test_a_signal_stops_a_run_before_an_evaluation_and_not_in_its_last_save(
+    base, examples, pairs, tmp_path, monkeypatch
+):
+    recipe = small(base, pairs, steps=3, eval_every=2)
+    evaluated = []
+    settings = {"progress": False, "say": quiet}
+    settings["evaluate"] = lambda embedder: evaluated.append(1) or {"figure": 1.0}
+
+    def terminate(row):
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="after step 2 of 3"):
+        train(recipe, tmp_path / "run", examples, on_step=terminate, **settings)
+    assert len(evaluated) == 1  # before all steps
+    save_merged = SharedEmbedder.save_merged
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save_merged(*arguments)
+
+    monkeypatch.setattr(SharedEmbedder, "save_merged", interrupted)
+    final = train(recipe, tmp_path / "run", examples, resume=True, **settings)
+    assert (final / "model.safetensors").exists()
+    lines = read_log(tmp_path / "run" / "evals.jsonl")
+    assert [line["step"] for line in lines] == [0, 2, 3]
 
 
 def test_an_evaluation_is_logged_whole_or_not_at_all(base, examples, pairs, tmp_path):

@@ -48,8 +48,9 @@ def train_command(args: argparse.Namespace) -> None:
             "--nproc, --eval-tasks and --tasks-dir"
         )
     _find_run(args)
-    recipe = load_recipe(args.recipe, named_settings(args), say)
-    note_if_busy()
+    recipe = load_recipe(args.recipe, named_settings(args), say if _is_first() else _silent)
+    if _is_first():
+        note_if_busy()
     out = args.out or Path("runs") / recipe.name
     if isinstance(recipe, Pipeline):
         if args.dry_run or args.resume or args.nproc is not None or scored:
@@ -74,10 +75,20 @@ def train_command(args: argparse.Namespace) -> None:
         # on a machine of its own, a process other than the first has no log
         last = read_log(out / "metrics.jsonl")[-1:]
         loss = "".join(f" (loss {row['loss']:.3f} at step {row['step']})" for row in last)
-        say(f"done: {final}{loss}")
-        for row in last:
-            if reading := reading_of_anchors(row):
-                say(reading)
+        if _is_first():
+            say(f"done: {final}{loss}")
+            for row in last:
+                if reading := reading_of_anchors(row):
+                    say(reading)
+
+
+def _is_first() -> bool:
+    "Whether this process is the first of those that torchrun has started, or the only one."
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _silent(text: str) -> None:
+    "Receives the messages of the processes other than the first."
 
 
 def _is_of_tournament(path: Path) -> bool:
@@ -168,7 +179,7 @@ def _train_here(args, recipe, out: Path) -> Path:
     from anchor_embedding.train.stage import train
 
     evaluate = _evaluator(args, recipe)
-    if evaluate and os.environ.get("RANK", "0") == "0":
+    if evaluate and _is_first():
         _note_length(recipe, evaluate.max_length)
     return train(recipe, out, resume=args.resume, evaluate=evaluate, say=say)
 

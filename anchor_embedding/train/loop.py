@@ -304,12 +304,10 @@ def run_loop(
     """
     recipe = run.recipe
     shown = progress if run.main else False
-    with (
-        StopSignals() as stop,
-        progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar,
-    ):
-        _loop(run, evaluate, stop, bar, on_step)
-    return finish_run(run)
+    with StopSignals() as stop:
+        with progress_bar(recipe.steps, recipe.name, initial=run.first, progress=shown) as bar:
+            _loop(run, evaluate, stop, bar, on_step)
+        return finish_run(run)  # a signal does not end a run that has taken its last step
 
 
 TRIM_EVERY = 10  # steps after which free memory that malloc keeps is returned to the system
@@ -335,11 +333,12 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
             return_freed_memory()
         if on_step and run.main:
             on_step({"step": done, **line})
-        if _is_due(recipe.eval_every, done, recipe.steps):
-            _evaluate_after(run, done, evaluate)
+        # before the evaluation, which may fail, or last longer than a signal gives time
         if _is_due(recipe.checkpoint_every, done, recipe.steps):
             _save(run, done)
         _check_stop(run, stop, done)
+        if _is_due(recipe.eval_every, done, recipe.steps):
+            _evaluate_after(run, done, evaluate)
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
 def finish_run(run: Training) -> Path:

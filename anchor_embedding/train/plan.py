@@ -127,6 +127,7 @@ def verdicts(
 ) -> dict[float, str]:  # bytes of a GPU → whether it fits, and if not, what would help
     "Whether a recipe fits in the memory of each kind of GPU of a plan."
     needed = sum(plan.memory.values())
+    whole = 4 * plan.shape.parameters  # loaded on every GPU, before the weights are divided
     last_resort = 'use more processes with sharding = "fsdp"'
     if plan.recipe.tuning == "full":
         last_resort += ' or tuning = "lora"'
@@ -134,6 +135,11 @@ def verdicts(
     for size in sorted({GPUS[gpu][1] for gpu in plan.gpus}):
         limit = (1 - FREE) * size
         gigabytes = f"{size / 1e9:.0f} GB"
+        if whole > limit:
+            verdict_of_size[size] = (
+                f"does not fit in {gigabytes}: every GPU loads the whole model, {whole / 1e9:.0f} GB"
+            )
+            continue
         if needed <= limit:
             verdict_of_size[size] = f"fits in {gigabytes}"
             continue
