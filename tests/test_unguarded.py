@@ -678,7 +678,7 @@ def test_a_checkpoint_is_saved_before_the_evaluation_of_its_step(base, examples,
 
 
 def test_a_signal_stops_a_run_before_an_evaluation_and_not_in_its_last_save(
-    base, examples, pairs, tmp_path, monkeypatch
+    base, examples, pairs, tmp_path, monkeypatch, request
 ):
     recipe = small(base, pairs, steps=3, eval_every=2)
     evaluated = []
@@ -698,6 +698,11 @@ def test_a_signal_stops_a_run_before_an_evaluation_and_not_in_its_last_save(
         os.kill(os.getpid(), signal.SIGTERM)
         save_merged(*arguments)
 
+    def killed(*_):
+        raise AssertionError("the signal would have ended the process")
+
+    before = signal.signal(signal.SIGTERM, killed)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     monkeypatch.setattr(SharedEmbedder, "save_merged", interrupted)
     final = train(recipe, tmp_path / "run", examples, resume=True, **settings)
     assert (final / "model.safetensors").exists()
