@@ -312,6 +312,7 @@ def test_the_nearest_name_is_said(base, pairs, capsys, tmp_path):
         "did you mean `encode`?": ["bench", "encod"],
         "did you mean `contrastive`?": ["train", "stage2", "--set", "objective=contrastiv"],
         f"did you mean `{pairs}`?": ["check", "--data", f"{pairs}x"],
+        "made from the installed packages": ["check", "--data", "docstrings"],
         f"did you mean `{base}`?": ["encode", f"{base}x", "--in", str(pairs), "--out", "vectors"],
     }.items():
         try:

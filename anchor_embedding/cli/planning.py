@@ -8,6 +8,7 @@ __all__ = ['recipes_command', 'plan_command', 'check_command', 'add_commands']
 # %% ../../nbs/cli/30_planning.ipynb #c30003
 import argparse
 import json
+from pathlib import Path
 
 from .arguments import command, named_settings, picture_format, say, user_path
 from ..common.errors import InputError
@@ -72,6 +73,11 @@ def check_command(args: argparse.Namespace) -> None:
     from anchor_embedding.common.show import counted
     from anchor_embedding.data.check import check_data, plot_lengths
 
+    if args.data == "docstrings" and not Path(args.data).exists():
+        raise InputError(
+            "docstrings are made from the installed packages, without bad rows; give a file or folder of "
+            "pairs to check"
+        )
     picture = picture_format(args.plot)
     if args.plot:
         check_place(args.plot)
