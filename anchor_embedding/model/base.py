@@ -258,15 +258,17 @@ def split_commit(name: str) -> tuple[str, str | None]:
 
 def _at_commit(name: str, commit: str) -> Base:
     "The files of a model of the hub at a commit. Raises `InputError` if they cannot be had."
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
         folder = Path(snapshot_download(name, revision=commit, allow_patterns=_OF_MODELS))
     # a name or commit that the hub does not have, no network
     except Exception as error:
+        hub = f"the model hub says {type(error).__name__}"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else hub
         raise InputError(
             f"cannot load model {name!r} at commit {commit!r}: the hub's cache does not have it, "
-            f"and the model hub says {type(error).__name__}; check the name and the commit"
+            f"and {why}; check the name and the commit"
         ) from None
     if not any(folder.glob("*.safetensors")):
         raise InputError(
