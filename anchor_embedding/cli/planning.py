@@ -75,8 +75,8 @@ def check_command(args: argparse.Namespace) -> None:
 
     if args.data == "docstrings" and not Path(args.data).exists():
         raise InputError(
-            "docstrings are made from the installed packages, without bad rows; give a file or folder of "
-            "pairs to check"
+            "docstrings are made from the installed packages, without bad rows; give a file or "
+            "folder of pairs to check"
         )
     picture = picture_format(args.plot)
     if args.plot:

@@ -336,8 +336,8 @@ def sign_flip(
     alternative: str = "two-sided",  # or "greater", "less" if the direction was fixed beforehand
 ) -> SignFlip:
     """The sign-flip test of a mean of zero, exact for differences that are symmetric about zero, as
-    those of runs that could be exchanged. Raises `InputError` for no differences, more than 40, or an
-    unknown alternative.
+    those of runs that could be exchanged. Raises `InputError` for no differences, more than 40, or
+    an unknown alternative.
     """
     differences = np.asarray(differences, dtype=np.float64)
     check_alternative(alternative)

@@ -270,9 +270,10 @@ def _at_commit(name: str, commit: str) -> Base:
             f"cannot load model {name!r} at commit {commit!r}: the hub's cache does not have it, "
             f"and {why}; check the name and the commit"
         ) from None
-    if not any(folder.glob("*.safetensors")):
+    # those in .bin are not fetched, but a run may have begun with them
+    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
         raise InputError(
-            f"model {name!r} has no weights in safetensors at commit {commit!r}; name another commit"
+            f"model {name!r} has no weights in safetensors at commit {commit!r}; name another one"
         )
     return Base(str(folder), f"{name} from the Hugging Face hub, revision {folder.name[:12]}")
 

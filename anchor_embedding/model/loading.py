@@ -247,8 +247,8 @@ def cached_copy(
 def hub_identity(
     name: str | os.PathLike,  # of a model on the hub, or a folder
 ) -> tuple[str, str] | None:
-    """Name and commit of a hub model in the local cache, also for the folder of the cache that holds
-    it; None for any other folder, and for a model that is not in the cache.
+    """Name and commit of a hub model in the local cache, also for the folder of the cache that
+    holds it; None for any other folder, and for a model that is not in the cache.
     """
     from huggingface_hub import constants
 

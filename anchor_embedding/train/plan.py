@@ -136,9 +136,8 @@ def verdicts(
         limit = (1 - FREE) * size
         gigabytes = f"{size / 1e9:.0f} GB"
         if whole > limit:
-            verdict_of_size[size] = (
-                f"does not fit in {gigabytes}: every GPU loads the whole model, {whole / 1e9:.0f} GB"
-            )
+            advice = f"every GPU loads the whole model, {whole / 1e9:.0f} GB"
+            verdict_of_size[size] = f"does not fit in {gigabytes}: {advice}"
             continue
         if needed <= limit:
             verdict_of_size[size] = f"fits in {gigabytes}"
