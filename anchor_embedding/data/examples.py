@@ -159,7 +159,7 @@ def _together(label) -> bool:
         number = float(text)
     except ValueError:
         return text in _TOGETHER
-    return number >= 0.5 or math.isnan(number)  # NaN: a table's missing value
+    return 0.5 <= number <= 1 or math.isnan(number)  # NaN: a table's missing value
 
 
 def examples_in(

@@ -29,7 +29,7 @@ from ..common.errors import InputError, first_line
 from ..common.files import atomic_file, read_json, write_json
 from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
-from ..common.settings import first_fault
+from ..common.settings import Counting, check_setting, first_fault
 from anchor_embedding.data.documents import (
     Document,
     Overview,
@@ -239,8 +239,7 @@ def encode_corpus(
     `InputError` for bad rows, an id that appears twice, shards of another corpus or model, or a
     full disk, and if a file of the source is changed meanwhile; finished shards stay.
     """
-    if batch_tokens < 1:
-        raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
+    check_setting("batch_tokens", batch_tokens, Counting)
     if not 0 <= rank < world:
         raise InputError(f"rank = {rank} of world = {world}: must be 0 … {world - 1}")
     folder = Path(folder)

@@ -33,7 +33,7 @@ from ..common.errors import InputError
 from ..common.files import atomic_folder, read_json
 from ..common.progress import progress_bar
 from ..common.provenance import SETTINGS_FILE
-from ..common.settings import check_known
+from ..common.settings import Counting, check_known, check_setting
 from ..common.show import facts_html
 from ..data.batches import Instructions
 from ..model.base import resolve_base
@@ -318,8 +318,7 @@ def encode_texts(
             embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps
         )[0]
     texts = list_of_texts(texts)
-    if batch_tokens < 1:
-        raise InputError(f"batch_tokens = {batch_tokens}: must be at least 1")
+    check_setting("batch_tokens", batch_tokens, Counting)
     instruction = one_for_each(instruction, texts)
     decoder = embedder.decoder
     one = refine_steps is None or isinstance(refine_steps, Integral)
