@@ -2881,6 +2881,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.last_stage': ( 'study/arms.html#last_stage',
                                                                                          'anchor_embedding/study/arms.py'),
+                                             'anchor_embedding.study.arms.mean_height': ( 'study/arms.html#mean_height',
+                                                                                          'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.mean_of': ( 'study/arms.html#mean_of',
                                                                                       'anchor_embedding/study/arms.py'),
                                              'anchor_embedding.study.arms.measured_work': ( 'study/arms.html#measured_work',

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['READING', 'shared_runs', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of',
-           'trained_instructions', 'HeldoutEvaluation', 'one_row', 'evaluations', 'arm_evaluations', 'measured_work',
-           'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'parts_read', 'bm25_figures',
-           'figures_of', 'comparison', 'report_card']
+           'trained_instructions', 'HeldoutEvaluation', 'one_row', 'mean_height', 'evaluations', 'arm_evaluations',
+           'measured_work', 'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'parts_read',
+           'bm25_figures', 'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
 import json
@@ -282,6 +282,22 @@ def one_row(lines: Iterable[dict]) -> dict:
         else:
             row |= line
     return row | ({"tasks": tasks} if tasks else {})
+
+
+def mean_height(
+    rows: Sequence[dict],  # evaluations in the order of their steps
+    steps: int | None = None,  # only the last ones; None = from the first evaluation
+    key: str = "ndcg_at_10",
+) -> float:
+    """The mean height of an early-stage curve: the area under it over the steps, by the trapezoidal
+    rule. Where the last `steps` begin between two evaluations, from the line through both.
+    """
+    places, heights = (np.array([row[name] for row in rows], float) for name in ("step", key))
+    first = places[0] if steps is None else places[-1] - steps
+    inside = places > first
+    edge = np.interp(first, places, heights)
+    shown = [edge, *heights[inside]], [first, *places[inside]]
+    return float(np.trapezoid(*shown) / (places[-1] - first))
 
 
 def evaluations(
