@@ -2084,6 +2084,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading.load_tokenizer': ( 'model/loading.html#load_tokenizer',
                                                                                                    'anchor_embedding/model/loading.py'),
+                                                'anchor_embedding.model.loading.memory_is_low': ( 'model/loading.html#memory_is_low',
+                                                                                                  'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading.merge_lora': ( 'model/loading.html#merge_lora',
                                                                                                'anchor_embedding/model/loading.py'),
                                                 'anchor_embedding.model.loading.return_freed_memory': ( 'model/loading.html#return_freed_memory',

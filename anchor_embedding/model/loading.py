@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WITHOUT_BFLOAT16', 'choose_device', 'find_device', 'choose_dtype', 'keep_freed_memory', 'return_freed_memory',
-           'busy_note', 'free_memory', 'check_report', 'cached_copy', 'hub_identity', 'load_causal_lm', 'check_head',
-           'check_vocabulary', 'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
+           'memory_is_low', 'busy_note', 'free_memory', 'check_report', 'cached_copy', 'hub_identity', 'load_causal_lm',
+           'check_head', 'check_vocabulary', 'load_adapter', 'load_tokenizer', 'load_decoder', 'checkpoint_activations',
            'compile_layers', 'add_lora', 'halve_frozen', 'merge_lora']
 
 # %% ../../nbs/model/55_loading.ipynb #58c54d7b
@@ -112,6 +112,12 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim:
         trim(0)
+
+
+def memory_is_low() -> bool:
+    "Whether less than a sixth of the machine's memory is available."
+    memory = psutil.virtual_memory()
+    return memory.available < memory.total / 6
 
 # %% ../../nbs/model/55_loading.ipynb #7be8ddce
 def busy_note(

@@ -23,7 +23,7 @@ from ..common.errors import InputError, Stopped
 from ..common.files import write_json
 from ..common.progress import progress_bar
 from ..model.decoder import CausalDecoder
-from ..model.loading import return_freed_memory
+from ..model.loading import memory_is_low, return_freed_memory
 
 # %% ../../nbs/train/40_loop.ipynb #af94c031
 from anchor_embedding.model.ranks import (
@@ -310,13 +310,15 @@ def run_loop(
         return finish_run(run)  # a signal does not end a run that has taken its last step
 
 
-TRIM_EVERY = 10  # steps after which free memory that malloc keeps is returned to the system
+# steps after which free memory that malloc keeps is returned to the system, if that has enough
+TRIM_EVERY = 10
 
 
 def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     "Take the remaining steps."
     recipe = run.recipe
     every = run.objective.watch_every
+    on_cpu = run.accelerator.device.type == "cpu"
     # a resumed run has it, unless it failed
     if _is_due(recipe.eval_every, run.first, recipe.steps) and not _has_evaluated(run):
         _evaluate(run, run.first, evaluate)
@@ -329,7 +331,7 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
         line |= watched  # in the first line: before the first step
         watched = {}
         _log(run, done, line, bar)
-        if done % TRIM_EVERY == 0 and run.accelerator.device.type == "cpu":
+        if on_cpu and (done % TRIM_EVERY == 0 or memory_is_low()):
             return_freed_memory()
         if on_step and run.main:
             on_step({"step": done, **line})
