@@ -1,14 +1,25 @@
 """An objective from outside the package: a file of the user's own, named in a recipe, is enough."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 
 import pytest
 
+from anchor_embedding.common.errors import InputError
+from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
+from anchor_embedding.data.batches import Instructions, tokenize_batch
+from anchor_embedding.data.examples import Example
+from anchor_embedding.model.decoder import CausalDecoder
+from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.objectives.reconstruction import Reconstruction, anchor_gain
+from anchor_embedding.train.pipeline import from_toml
 from anchor_embedding.train.recipe_files import load_recipe
+from anchor_embedding.train.stage import train
 
 MODULE = """
 from dataclasses import dataclass
@@ -224,3 +235,128 @@ def test_its_settings_are_checked(folder, monkeypatch):
     for wrong, message in refused.items():
         with pytest.raises(ValueError, match=message):
             load_recipe("stage2", [*outside, wrong])
+
+
+OTHERS = """
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from anchor_embedding.common.settings import Natural, Positive
+from anchor_embedding.model.vocabulary import sums_of
+from anchor_embedding.objectives.reconstruction import Reconstruction
+
+settings = dataclass(frozen=True, kw_only=True)
+
+
+@settings
+class Doubled(Reconstruction):
+    name: ClassVar[str] = "reconstruction"  # copied with the rest of a class
+
+    def weights(self):
+        return {name: 2 * weight for name, weight in super().weights().items()}
+
+
+@settings
+class Seeded(Reconstruction):
+    seed: Natural = 7
+
+
+@settings
+class Needs(Reconstruction):
+    margin: Positive
+
+
+@settings
+class Layers(Reconstruction):
+    shares: tuple[float, ...] = (1.0,)
+    table: dict[str, float] | None = None
+
+
+class Outer:
+    @settings
+    class Inner(Reconstruction):
+        pass
+
+
+@settings
+class Tenfold(Reconstruction):
+    def loss_of_targets(self, batch, directions):
+        return lambda *states: 10 * sums_of(*states)
+"""
+
+
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """The module `other_objectives`, on the path."""
+    (tmp_path / "other_objectives.py").write_text(OTHERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module("other_objectives")
+
+
+def of(kind, *overrides):
+    return load_recipe("stage1", [f"objective=other_objectives:{kind}", *overrides])
+
+
+def test_a_class_that_kept_the_name_of_ours_is_itself(others):
+    """Changed, written and read, a recipe has the class that it was given."""
+    recipe = of("Doubled").replace(steps=500)
+    for again in (recipe, from_toml(recipe.to_toml())):
+        assert type(again.objective) is others.Doubled
+        assert again.objective_name == "other_objectives:Doubled" and again.steps == 500
+    assert type(of("Outer.Inner").objective) is others.Outer.Inner
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Seeded", "its setting `seed` has the name of one that every recipe has"),
+        ("Needs", "`margin` is missing: objective 'other_objectives:Needs' has no default for it"),
+        ("Outer.Gone", "has no objective 'Outer.Gone'"),
+    ],
+)
+def test_a_class_that_no_recipe_can_hold_is_refused(others, kind, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        of(kind)
+
+
+@pytest.mark.parametrize("name", [":Needs", ".other_objectives:Needs"])
+def test_a_name_without_a_module_is_refused(name):
+    with pytest.raises(InputError, match="must be one of bag_of_tokens"):
+        load_recipe("stage1", [f"objective={name}"])
+
+
+def test_settings_are_read_back(others):
+    recipe = of("Layers", "shares=0.1,0.2")
+    assert from_toml(recipe.to_toml()).shares == recipe.shares == (0.1, 0.2)
+    recipe = recipe.replace(table={"a": 0.5})
+    with pytest.raises(InputError, match="cannot be written to a recipe: give text, a number"):
+        recipe.to_toml()
+
+
+def test_the_gain_of_another_loss_is_in_nats(others):
+    """It is that of -log p for the same texts, while the loss is ten times as large."""
+    tokenizer = TextTokenizer(tiny_tokenizer("smollm2"), max_length=40)
+    decoder = CausalDecoder(tiny_model("llama")).eval()
+    texts = ["what holds the ship", "where is the anchor", "a dog in the park"]
+    pairs = [Example(text, f"it is {text} that is asked") for text in texts]
+    batch = tokenize_batch(pairs, tokenizer, Instructions.none())
+    plain, ten = (kind().prepared(tokenizer) for kind in (Reconstruction, others.Tenfold))
+    assert anchor_gain(ten, decoder, batch) == pytest.approx(anchor_gain(plain, decoder, batch))
+    assert ten.loss(decoder, batch)["loss"] == pytest.approx(
+        10 * plain.loss(decoder, batch)["loss"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pairs", "message"),
+    [
+        ("quickstart", None, "a Pipeline where a Recipe of one stage is needed"),
+        ("stage1", [("a query", "a document")], "the pairs are of the type tuple"),
+        ("stage1", "pairs.jsonl", "the pairs are of the type str"),
+    ],
+)
+def test_what_is_no_recipe_and_no_pairs_is_refused(tmp_path, recipe, pairs, message):
+    with pytest.raises(InputError, match=message):
+        train(load_recipe(recipe), tmp_path / "run", pairs)
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -164,6 +164,9 @@ def _default(one):
 def checked_by(kind: type) -> type[BaseModel]:
     "The pydantic model of a dataclass."
     hints = get_type_hints(kind, include_extras=True)
+    for name, hint in hints.items():
+        if get_origin(hint) is tuple:  # a file has a list
+            hints[name] = Annotated[hint, Field(strict=False)]
     types = {one.name: (hints[one.name], _default(one)) for one in fields(kind)}
     return create_model(kind.__name__, __config__=STRICT, **types)
 

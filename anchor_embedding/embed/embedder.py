@@ -77,7 +77,15 @@ CARD = "card.json"  # of the run that made a model
 
 # %% ../../nbs/embed/10_embedder.ipynb #4cb7b9c0
 def _check_reading(decoder, tokenizer, pooling, soft_tokens):
-    "Raise `InputError` if pooling, attention, maximum length and soft tokens do not fit together."
+    """Raise `InputError` if these are no decoder and tokenizer of this package, or if pooling,
+    attention, maximum length and soft tokens do not fit together.
+    """
+    for name, kind in ((decoder, CausalDecoder), (tokenizer, TextTokenizer)):
+        if not isinstance(name, kind):
+            raise InputError(
+                f"an Embedder needs a {kind.__name__}, not a {type(name).__name__}; "
+                "`Embedder.from_pretrained` makes both from a folder or a name on the hub"
+            )
     known = STEP_POOLINGS if soft_tokens else POOLINGS
     if pooling not in known:
         raise InputError(f"pooling is {pooling!r}; give one of {', '.join(known)}")
@@ -282,6 +290,16 @@ def _token_batches(
             yield [start + row for row in rows], [tokens[row].ids for row in rows]
 
 # %% ../../nbs/embed/10_embedder.ipynb #9a6bfb01
+def _check_numbers(refine_steps) -> None:
+    "Raise `InputError` for anything but None, a whole number and a list of them."
+    many = isinstance(refine_steps, Sequence | np.ndarray) and not isinstance(refine_steps, str)
+    numbers = refine_steps if many else [refine_steps or 0]
+    if not all(isinstance(number, Integral) for number in numbers):
+        raise InputError(
+            f"refine_steps is {refine_steps!r}; give a whole number, or a list of whole numbers"
+        )
+
+
 def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Tensor:
     "(n, d) vectors of n texts; (n, k, d) if `refine_steps` is a list of k numbers."
     decoder = embedder.decoder
@@ -321,6 +339,7 @@ def encode_texts(
     check_setting("batch_tokens", batch_tokens, Counting)
     instruction = one_for_each(instruction, texts)
     decoder = embedder.decoder
+    _check_numbers(refine_steps)
     one = refine_steps is None or isinstance(refine_steps, Integral)
     steps = () if one else (len(refine_steps),)
     vectors = np.empty((len(texts), *steps, embedder.dimension), dtype=np.float32)

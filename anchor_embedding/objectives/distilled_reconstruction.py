@@ -113,10 +113,6 @@ class DistilledReconstruction(Reconstruction):
         what = f"for the teacher, two texts of max_length = {tokenizer.max_length}"
         check_positions(teacher, longest, what)
 
-    def measured(self) -> Reconstruction:
-        "See `Anchored.measured`: without the teacher."
-        return replace(super().measured(), teacher_weight=0.0)
-
     def taught_states(
         self, teacher: CausalDecoder, batch: TokenBatch, directions: Sequence[str]
     ) -> torch.Tensor:

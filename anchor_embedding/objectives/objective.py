@@ -233,8 +233,10 @@ def find_objective(
 ) -> type[Objective]:
     "The class with this name. Raises `InputError` when there is none."
     module, _, wanted = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if wanted:
-        chosen = getattr(_import(module, name), wanted, None)
+    if wanted and module and not module.startswith("."):
+        chosen = _import(module, name)
+        for part in wanted.split("."):
+            chosen = getattr(chosen, part, None)
         if not (isinstance(chosen, type) and issubclass(chosen, Objective)):
             defined = "; one from a notebook is known only there: put it into a file"
             raise InputError(
@@ -256,9 +258,14 @@ def find_objective(
 
 
 def name_of(kind: type[Objective]) -> str:
-    "The name by which a recipe finds a class."
+    """The name by which a recipe finds a class: for one of another package its module and class,
+    whatever `name` it has.
+    """
+    package = __name__.partition(".")[0]
     own = vars(kind).get("name")
-    return own or f"{kind.__module__}:{kind.__qualname__}"
+    if own and kind.__module__.partition(".")[0] in (package, "__main__"):
+        return own
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def code_of(kind: type[Objective]) -> str | None:

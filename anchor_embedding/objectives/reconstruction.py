@@ -455,18 +455,18 @@ class Reconstruction(Anchored, TokenMeans):
         batch: TokenBatch,
         directions: Sequence[str],
         weights: Sequence[float] | None = None,  # of the targets, in their order; None: all 1
+        loss: Callable = sums_of,  # see `decode_sums`
     ) -> torch.Tensor:
-        "(len(directions),) weighted sums of -log p: the second pass."
+        "(len(directions),) weighted sums of the loss, by default of -log p: the second pass."
         bodies = self.bodies(batch, directions)
         noise = {"input_dropout": self.input_dropout, "eos_id": self.end_of(batch.queries[0])}
         noise["seed"] = batch.seed
-        loss = self.loss_of_targets(batch, directions)
         return decode_sums(
             decoder, anchors, bodies, self.before, **noise, weights=weights, loss=loss
         )
 
     def loss_of_targets(self, batch: TokenBatch, directions: Sequence[str]) -> Callable:
-        "The loss of the states that predict the targets; see `decode_sums`."
+        "The loss that is trained, of the states that predict the targets; see `decode_sums`."
         return sums_of
 
     def sums(self, decoder: CausalDecoder, batch: TokenBatch, names: Sequence[str]) -> torch.Tensor:
@@ -478,7 +478,8 @@ class Reconstruction(Anchored, TokenMeans):
         weights = [weight for body in bodies for weight in self.target_weights(body)]
         if all(weight == 1 for weight in weights):
             weights = None
-        sums = self.decode(decoder, anchors, batch, directions, weights)
+        loss = self.loss_of_targets(batch, directions)
+        sums = self.decode(decoder, anchors, batch, directions, weights, loss)
         if not bagged:
             return sums
         by_direction = anchors.unflatten(0, (len(directions), -1))

@@ -205,7 +205,7 @@ def stage_objective(
     report: dict,  # see `read_report`
     key: str,  # "arm/stage"
 ) -> str:
-    "The objective of a stage, from its recipe or else from the terms of its loss."
+    "The objective of a stage, from its recipe or else from its loss terms; `loss` if unknown."
     recipe = report.get("card", {}).get("recipes", {}).get(key.rpartition("/")[2], {})
     if "objective" in recipe:
         return recipe["objective"]
@@ -216,7 +216,9 @@ def stage_objective(
         return "reconstruction"
     if "mntp" in terms:
         return "mntp"
-    return "refinement" if "first_infonce" in terms else "contrastive"
+    if "first_infonce" in terms:
+        return "refinement"
+    return "contrastive" if "infonce" in terms else "loss"
 
 
 def pretext_rows(

@@ -264,6 +264,16 @@ def owners(key: str) -> str:
     return "objective " + " or ".join(f"'{name}'" for name in names) if names else ""
 
 
+def _check_class(kind: type[Objective]) -> None:
+    "Raise `InputError` for a class with a setting that every recipe has."
+    for key in settings_of(kind):
+        if key in Recipe.model_fields:
+            raise InputError(
+                f"`objective` = {name_of(kind)!r}: its setting `{key}` has the name of one that "
+                "every recipe has; give it another name"
+            )
+
+
 def _with_objective(settings: Mapping) -> dict:
     """Settings with those of the objective moved into an `Objective`. Raises `InputError` for a
     setting that the recipe does not have.
@@ -274,6 +284,7 @@ def _with_objective(settings: Mapping) -> dict:
         raise InputError("`objective` is missing: a recipe has no default for it")
     kind = type(objective) if isinstance(objective, Objective) else find_objective(objective)
     own = objective.settings() if isinstance(objective, Objective) else {}
+    _check_class(kind)
     for key in list(settings):
         if key in settings_of(kind):
             own[key] = settings.pop(key)
@@ -282,6 +293,11 @@ def _with_objective(settings: Mapping) -> dict:
                 _check_exists(key, [*Recipe.model_fields, *settings_of(kind)])
             raise InputError(
                 f"`{key}` belongs to {owners(key)}; this recipe is '{name_of(kind)}': leave it out"
+            )
+    for key, default in settings_of(kind).items():
+        if default is ... and key not in own:
+            raise InputError(
+                f"`{key}` is missing: objective '{name_of(kind)}' has no default for it"
             )
     return _with_adapters(settings | {"objective": kind(**own)})
 
@@ -340,7 +356,7 @@ class Recipe(
         """A recipe with some settings changed. With another objective or tuning, those of the old
         one are dropped.
         """
-        values = self.settings()
+        values = self.settings() | {"objective": self.objective}  # the class, not its name
         if "objective" in changes:
             objective = changes["objective"]
             kind = type(self.objective)
@@ -443,9 +459,15 @@ def show_html(recipe: Recipe) -> str:
 
 # %% ../../nbs/train/10_recipe.ipynb #bcbbcd12
 def toml_value(value) -> str:
-    "A value as TOML. Raises `InputError` for a lone surrogate, which UTF-8 cannot encode."
+    """A value as TOML. Raises `InputError` for one that is no text, number, truth value or list of
+    them, and for a lone surrogate, which UTF-8 cannot encode.
+    """
     if isinstance(value, float):
         return repr(value)
+    if not isinstance(value, str | int | list):
+        raise InputError(
+            f"{value!r} cannot be written to a recipe: give text, a number, true, false or a list"
+        )
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if re.search("[\ud800-\udfff]", text):
         raise InputError(

@@ -264,7 +264,9 @@ def _lines(path: Path, growing: bool) -> list[tuple[bytes, dict]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(f"{path}: not a readable log ({error}); remove it") from None
+        raise InputError(
+            f"{path}: not a readable log ({error.strerror}); name a file of JSON lines"
+        ) from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:

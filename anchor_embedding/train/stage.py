@@ -429,6 +429,21 @@ def prepare(
     run.optimizer = make_optimizer(recipe, run.decoder, start)
 
 
+def _check_given(recipe, examples) -> None:
+    "Raise `InputError` for anything but a recipe of one stage and examples."
+    if not isinstance(recipe, Recipe):
+        raise InputError(
+            f"a {type(recipe).__name__} where a Recipe of one stage is needed; "
+            "`anchor_embedding.study.pipeline.run_pipeline` trains the stages of a pipeline"
+        )
+    first = None if examples is None else next(iter(examples), None)
+    if first is not None and not isinstance(first, Example):
+        raise InputError(
+            f"the pairs are of the type {type(first).__name__}; give a list of "
+            "`Example(query, positive)`, or None to read the recipe's data"
+        )
+
+
 def open_run(
     recipe: Recipe,
     out: str | Path,  # run folder
@@ -439,6 +454,7 @@ def open_run(
     evaluate: Callable | None = None,  # what will be called at every evaluation
 ) -> Training:
     "A run that is ready for its first step, with its folder locked. Raises `InputError`."
+    _check_given(recipe, examples)
     accelerator = make_accelerator(recipe, out)
     folder = RunFolder(out, accelerator.process_index == 0)
     run = Training(recipe, accelerator, folder, say)
@@ -471,7 +487,7 @@ def check_named(recipe: Recipe, before: dict, now: dict, path: Path) -> None:
             )
     known = before.get("objective_code")
     code = code_of(type(recipe.objective))
-    if known and code and known != code:
+    if known and known != code:
         raise InputError(
             f"`objective` = {recipe.objective_name!r}: its code is not that with which {path.parent} "
             "began; restore it, remove that run, or choose another --out"
