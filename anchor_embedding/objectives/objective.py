@@ -261,7 +261,7 @@ def name_of(kind: type[Objective]) -> str:
     """The name by which a recipe finds a class: for one of another package its module and class,
     whatever `name` it has.
     """
-    package = __name__.partition(".")[0]
+    package = objectives.__name__.partition(".")[0]
     own = vars(kind).get("name")
     if own and kind.__module__.partition(".")[0] in (package, "__main__"):
         return own
