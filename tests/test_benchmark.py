@@ -27,6 +27,7 @@ from anchor_embedding.evaluate import benchmark, candidate, encoder
 from anchor_embedding.evaluate.benchmark import evaluate, run_task
 from anchor_embedding.evaluate.encoder import MtebEncoder, VectorStore, style_of
 from anchor_embedding.evaluate.local_tasks import open_tasks
+from anchor_embedding.evaluate.scored import run_label
 from anchor_embedding.evaluate.scores import scores_table
 from anchor_embedding.evaluate.sweep import TaskEvaluator, sweep
 from anchor_embedding.model.decoder import CausalDecoder, probe
@@ -833,6 +834,24 @@ def test_lines_of_a_sweep_say_unusual_settings_and_replace_only_their_own(
         "max_length": 56,
         "dtype": "float32",
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("final", "anchor-stage2"),
+        ("final-96", "anchor-stage2 final-96"),
+        ("step-000002", "anchor-stage2 step-000002"),
+        ("runs/mine/final", "mine"),
+    ],
+)
+def test_what_a_sweep_scored_has_the_name_of_its_run(tmp_path, model, label):
+    run = tmp_path / "anchor-stage2"
+    (run / "evaluations" / model.split("/")[-1]).mkdir(parents=True)
+    (run / "recipe.toml").touch()
+    file = run / "evaluations" / model.split("/")[-1] / "scores.json"
+    assert run_label({"model": model}, file) == label
+    assert run_label({"model": "final"}) == "ours"
 
 
 @pytest.mark.thorough

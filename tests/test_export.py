@@ -408,6 +408,29 @@ def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):
         assert bool(ModelCard(text).data.eval_results) != said and "43.21" in text
 
 
+@pytest.mark.parametrize(
+    ("asks", "prompts", "given", "said"),
+    [
+        ("Find it", "none", "", "of texts without an instruction; the model above puts one"),
+        ("", "mteb", "Find it", "of texts with instructions; the model above puts none"),
+        ("Find it", "mteb", "Find that", ""),
+        ("", "none", "", ""),
+    ],
+)
+def test_scores_of_another_way_to_ask_are_not_in_the_header(
+    tmp_path, run, asks, prompts, given, said
+):
+    entry = {"main_score": 0.4321, "metric": "ndcg_at_10", "split": "test"}
+    entry["instructions"] = {"query": given, "document": ""}
+    scores = {"model": "x", "about": {"prompts": prompts}, "tasks": {"NFCorpus": entry}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # another instruction than in training
+        folder = export_embedder(run, tmp_path / "out", scores=scores, instructions={"query": asks})
+    text = (folder / "README.md").read_text("utf-8")
+    assert ("These scores are of texts" in text) == bool(said) and said in text
+    assert bool(ModelCard(text).data.eval_results) != bool(said)
+
+
 def test_scores_are_those_of_vectors_of_length_1_where_the_model_has_these(tmp_path, run):
     plain = export_embedder(run, tmp_path / "plain", base="owner/a-base")
     unit = export_embedder(run, tmp_path / "unit", base="owner/a-base", normalize=True)

@@ -194,10 +194,24 @@ def check_scores(scores: dict, model) -> None:
         )
 
 
-def _other_conditions(conditions: Mapping, max_length: int, normalize: bool) -> list[str]:
+def _other_conditions(
+    scores: Mapping, max_length: int, normalize: bool, instruction: str
+) -> list[str]:
     "What the scores of an evaluation are of that this model is not, in sentences."
+    conditions = scores.get("about", {})
     length = conditions.get("max_length")
     sentences = []
+    given = [entry.get("instructions") or {} for entry in scores.get("tasks", {}).values()]
+    if conditions.get("prompts") == "none" and instruction:
+        sentences.append(
+            "These scores are of texts without an instruction; the model above puts one in front of "
+            "queries."
+        )
+    if not instruction and any(any(one.values()) for one in given):
+        sentences.append(
+            "These scores are of texts with instructions; the model above puts none in front of "
+            "queries."
+        )
     if length and length != max_length:
         sentences.append(
             f"These scores are of texts of up to {length} tokens; the model above cuts a text to "
@@ -421,7 +435,7 @@ def model_card(
     packages = ("anchor_embedding", "torch", "transformers", "peft", "sentence_transformers")
     results = _results(scores) if scores else []
     conditions = (scores or {}).get("about", {})
-    remarks = _other_conditions(conditions, embedder.tokenizer.max_length, normalize)
+    remarks = _other_conditions(scores or {}, embedder.tokenizer.max_length, normalize, instruction)
     stages = [
         {
             "name": card["recipe"]["name"],

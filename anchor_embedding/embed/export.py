@@ -409,10 +409,11 @@ def _note_new_instruction(trained: str | Mapping | None, asked: str | None) -> N
     if asked in known and len(known) == 1:
         return
     training = "not trained with it" if asked not in known else "trained with others too"
+    own = "needs an `instruction`" if len(known) > 1 else "does so without an `instruction`"
     warnings.warn(
         f"sentence-transformers will put {asked!r} in front of all queries; the model was "
-        f"{training}; `anchor eval` goes on to ask as in training, and says how, and so does "
-        "`Embedder.encode_query` where no `instruction` is given",
+        f"{training}; `anchor eval` goes on to ask as in training, and says how; "
+        f"`Embedder.encode_query` {own}",
         stacklevel=3,
     )
 

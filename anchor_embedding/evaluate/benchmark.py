@@ -192,6 +192,17 @@ def _waiting(opened: dict, candidate: Candidate, file: ScoresFile) -> dict:
     return waiting
 
 
+def _note_replaced(waiting: dict, file: ScoresFile) -> None:
+    "Say which scores will be replaced by those of other data."
+    for name, task in waiting.items():
+        entry = file.scores["tasks"].get(name, {})
+        if entry.get("data_revision", task.metadata.revision) != task.metadata.revision:
+            file.say(
+                f"{name}: its data have changed since it was scored; the score "
+                f"{entry['main_score']:.4f} in {file.folder} will be replaced (another --out keeps it)"
+            )
+
+
 def _note_reused(names: Sequence[str], file: ScoresFile) -> None:
     "Say which scores were made by other versions than those that are installed."
     now = installed_versions(*_PACKAGES.split())
@@ -342,6 +353,7 @@ def evaluate(
         file = ScoresFile(scores_folder(folder, candidate.identity, say), candidate.identity, say)
         waiting = _waiting(opened, candidate, file)
         _note_reused([name for name in opened if name not in waiting], file)
+        _note_replaced(waiting, file)
         if waiting:
             loaded = load_model(candidate.model, dtype, device)
             _score(candidate, loaded, waiting, file, list(opened), progress, options)

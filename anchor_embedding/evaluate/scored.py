@@ -98,13 +98,15 @@ def _identity(recipe: dict, seen: tuple = ()) -> dict | None:
 
 
 def run_label(scores, path=None) -> str:
-    "A short name for a scored model; for a checkpoint, the name of its run and the step."
+    """A short name for a scored model; for a checkpoint, the name of its run and the step, and for
+    the result of a run that of the run.
+    """
     parts = [part for part in str(scores.get("model", "")).split("/") if part]
-    label = next((part for part in reversed(parts) if part not in (".", "final")), "ours")
-    if label.startswith("step-") and path is not None:
+    label = next((part for part in reversed(parts) if part not in (".", "final")), "")
+    if path is not None and (not label or label.startswith(("step-", "final-"))):
         runs = [folder.name for folder in path.parents[1:3] if (folder / "recipe.toml").is_file()]
-        label = " ".join([*runs, label])
-    return label
+        label = " ".join([*runs, label]).strip()
+    return label or "ours"
 
 # %% ../../nbs/evaluate/52_scored.ipynb #64436396
 def _setting(scores: dict, tasks=None) -> dict:
