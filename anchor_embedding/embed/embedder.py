@@ -80,10 +80,10 @@ def _check_reading(decoder, tokenizer, pooling, soft_tokens):
     """Raise `InputError` if these are no decoder and tokenizer of this package, or if pooling,
     attention, maximum length and soft tokens do not fit together.
     """
-    for name, kind in ((decoder, CausalDecoder), (tokenizer, TextTokenizer)):
-        if not isinstance(name, kind):
+    for part, kind in ((decoder, CausalDecoder), (tokenizer, TextTokenizer)):
+        if not isinstance(part, kind):
             raise InputError(
-                f"an Embedder needs a {kind.__name__}, not a {type(name).__name__}; "
+                f"an Embedder needs a {kind.__name__}, not a {type(part).__name__}; "
                 "`Embedder.from_pretrained` makes both from a folder or a name on the hub"
             )
     known = STEP_POOLINGS if soft_tokens else POOLINGS
