@@ -1713,6 +1713,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored.gather_scores': ( 'evaluate/scored.html#gather_scores',
                                                                                                       'anchor_embedding/evaluate/scored.py'),
+                                                  'anchor_embedding.evaluate.scored.length_read': ( 'evaluate/scored.html#length_read',
+                                                                                                    'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored.number': ( 'evaluate/scored.html#number',
                                                                                                'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored.other_data': ( 'evaluate/scored.html#other_data',

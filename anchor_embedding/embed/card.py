@@ -204,8 +204,8 @@ def _other_conditions(
     given = [entry.get("instructions") or {} for entry in scores.get("tasks", {}).values()]
     if conditions.get("prompts") == "none" and instruction:
         sentences.append(
-            "These scores are of texts without an instruction; the model above puts one in front of "
-            "queries."
+            "These scores are of texts without an instruction; the model above puts one in front "
+            "of queries."
         )
     if not instruction and any(any(one.values()) for one in given):
         sentences.append(

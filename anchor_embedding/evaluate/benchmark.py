@@ -199,7 +199,8 @@ def _note_replaced(waiting: dict, file: ScoresFile) -> None:
         if entry.get("data_revision", task.metadata.revision) != task.metadata.revision:
             file.say(
                 f"{name}: its data have changed since it was scored; the score "
-                f"{entry['main_score']:.4f} in {file.folder} will be replaced (another --out keeps it)"
+                f"{entry['main_score']:.4f} in {file.folder} will be replaced (another --out "
+                "keeps it)"
             )
 
 

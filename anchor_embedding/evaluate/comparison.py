@@ -24,6 +24,7 @@ from .paper import CATEGORIES, paper_scores, paper_tasks, scores_by_task
 from anchor_embedding.evaluate.scored import (
     differences_in_words,
     gather_scores,
+    length_read,
     number,
     run_label,
     signed,
@@ -205,8 +206,7 @@ def _other_lengths(groups) -> list[str]:
     "A sentence for our models that were scored with another length than the paper's have."
     lengths = {}
     for label, runs in groups.items():
-        for about in (run.get("about", {}) for run in runs):
-            length = about.get("max_length") or (about.get("template") or {}).get("max_length")
+        for length in map(length_read, runs):
             if length and length != LENGTH:
                 lengths[f"{label} up to {length}"] = True
     read = ", ".join(lengths)

@@ -292,7 +292,8 @@ def mean_height(
     """The mean height of an early-stage curve: the area under it over the steps, by the trapezoidal
     rule. Where the last `steps` begin between two evaluations, from the line through both.
     """
-    places, heights = (np.array([row[name] for row in rows], float) for name in ("step", key))
+    places = np.array([row["step"] for row in rows], float)
+    heights = np.array([row[key] for row in rows], float)
     first = places[0] if steps is None else places[-1] - steps
     inside = places > first
     edge = np.interp(first, places, heights)
