@@ -261,10 +261,6 @@ def test_a_report_calls_every_pretext_what_it_is(base, tmp_path):
         "gircse (refinement: mean InfoNCE of all steps)" in titles
         and len(plot_anchor_gain(report).axes[0].lines) == 3
     )
-    # the terms alone show it too
-    assert titles == {
-        axes.get_title(loc="left") for axes in plot_losses(report | {"card": {}}).axes
-    }
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -205,20 +205,9 @@ def stage_objective(
     report: dict,  # see `read_report`
     key: str,  # "arm/stage"
 ) -> str:
-    "The objective of a stage, from its recipe or else from its loss terms; `loss` if unknown."
-    recipe = report.get("card", {}).get("recipes", {}).get(key.rpartition("/")[2], {})
-    if "objective" in recipe:
-        return recipe["objective"]
-    terms = report["losses"][key][0]
-    if "q2q" in terms and "q2d" in terms:
-        return "bag_of_tokens"
-    if terms.keys() & {"q2q", "q2d", "d2q"}:
-        return "reconstruction"
-    if "mntp" in terms:
-        return "mntp"
-    if "first_infonce" in terms:
-        return "refinement"
-    return "contrastive" if "infonce" in terms else "loss"
+    "The objective of a stage by its recipe; `loss` if the report has no recipe of it."
+    recipes = report.get("card", {}).get("recipes", {})
+    return recipes.get(key.rpartition("/")[2], {}).get("objective", "loss")
 
 
 def pretext_rows(

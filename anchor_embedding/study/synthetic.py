@@ -96,9 +96,7 @@ def synthetic_report(
     }
 
 # %% ../../nbs/study/05_synthetic.ipynb #90211620
-def synthetic_pretexts(
-    card: bool,  # True: with recipes; False: only the terms of the losses
-) -> dict:  # in the layout of report.json
+def synthetic_pretexts() -> dict:  # in the layout of report.json
     "A made-up report with a stage of every objective."
     terms = {
         "reconstruct": {"q2d": 3.0, "d2q": 4.0},
@@ -120,4 +118,4 @@ def synthetic_pretexts(
     arms = {
         stage: [{"step": 2, "ndcg_at_10": 0.5, "recall_at_1": 0.4, "mrr": 0.4}] for stage in terms
     }
-    return {"arms": arms, "losses": losses} | ({"card": {"recipes": recipes}} if card else {})
+    return {"arms": arms, "losses": losses, "card": {"recipes": recipes}}
