@@ -409,26 +409,35 @@ def test_the_card_says_that_scores_are_of_longer_texts(tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("asks", "prompts", "given", "said"),
+    ("asks", "given", "listed", "said"),
     [
-        ("Find it", "none", "", "of texts without an instruction; the model above puts one"),
-        ("", "mteb", "Find it", "of texts with instructions; the model above puts none"),
-        ("Find it", "mteb", "Find that", ""),
-        ("", "none", "", ""),
+        ({"query": "Find it"}, {"query": None, "document": None}, False, "where mteb gives"),
+        ({"query": ""}, {"query": "Find it", "document": None}, False, "where mteb gives"),
+        ({"query": "Find it"}, {"query": "Find that", "document": None}, True, "of their own"),
+        ({"query": "Find it"}, {"query": "Find it", "document": "Find it"}, False, "mteb gives"),
+        # a task without sides takes neither prompt, unless one has its name or its type
+        ({"query": "Find it"}, {"both": "Find it"}, False, "where mteb gives"),
+        ({"query": "Find it"}, {"both": None}, True, ""),
+        ({"query": "Find it", "Mine": "Find it"}, {"both": "Find it"}, True, ""),
+        ({"query": "Find it", "STS": "Find it"}, {"both": "Find it"}, True, ""),
+        ({"query": ""}, {"query": None, "document": None}, True, ""),
     ],
 )
 def test_scores_of_another_way_to_ask_are_not_in_the_header(
-    tmp_path, run, asks, prompts, given, said
+    tmp_path, run, asks, given, listed, said
 ):
-    entry = {"main_score": 0.4321, "metric": "ndcg_at_10", "split": "test"}
-    entry["instructions"] = {"query": given, "document": ""}
-    scores = {"model": "x", "about": {"prompts": prompts}, "tasks": {"NFCorpus": entry}}
+    entry = {"main_score": 0.4321, "metric": "ndcg_at_10", "split": "test", "type": "STS"}
+    plain = entry | {"instructions": {"both": None}}
+    tasks = {"Mine": entry | {"instructions": given}, "Plain": plain | {"type": "Clustering"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # another instruction than in training
-        folder = export_embedder(run, tmp_path / "out", scores=scores, instructions={"query": asks})
+        folder = export_embedder(
+            run, tmp_path / "out", scores={"model": "x", "tasks": tasks}, instructions=asks
+        )
     text = (folder / "README.md").read_text("utf-8")
-    assert ("These scores are of texts" in text) == bool(said) and said in text
-    assert bool(ModelCard(text).data.eval_results) != bool(said)
+    in_header = {result.dataset_name for result in ModelCard(text).data.eval_results}
+    assert in_header == ({"Mine", "Plain"} if listed else {"Plain"})
+    assert ("Asked with" in text) == bool(said) and said in text
 
 
 def test_scores_are_those_of_vectors_of_length_1_where_the_model_has_these(tmp_path, run):

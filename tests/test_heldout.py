@@ -187,6 +187,7 @@ def test_parts_of_docstrings_are_different_packages():
 def test_parts_of_a_file_are_different_documents(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     split = heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 0)
+    assert split.source == json.loads(json.dumps(split.source))  # it becomes part of a report
     assert split.heldout == heldout.split_pairs(tmp_path / "pairs.jsonl", 8, 0).heldout
     assert 2 <= len(split.development) <= 8 and not texts_of(split.heldout) & texts_of(
         split.development

@@ -1170,6 +1170,8 @@ def test_settings_that_a_scorer_does_not_have_are_refused(pairs, tmp_path):
     for model, settings, message in (
         ("bm25", {"instructions": told}, "also those of an instruction; leave out"),
         ("bm25", {"max_length": 32}, "leave out max_length = 32"),
+        ("bm25", {"dtype": "bfloat16"}, "leave out dtype and device"),
+        ("bm25", {"device": "cuda:7"}, "leave out dtype and device"),
         (other, {"instructions": told}, "its own prompts; leave out the instructions"),
         (other, {"max_length": 32}, "leave out max_length = 32"),
         (other, {"dtype": "float32"}, "leave out dtype = float32"),

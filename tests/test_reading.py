@@ -249,6 +249,18 @@ def test_eight_threads_read_and_encode_at_once(base, training):
     assert {module.training for module in embedder.decoder.modules()} == {training}
 
 
+def test_vectors_are_read_from_any_array(base):
+    embedder = Embedder.from_pretrained(base, **LOAD)
+    vectors = embedder.encode(["what holds the ship", "a tide that turns"])
+    expected = read_vectors(embedder, vectors, max_new_tokens=6)
+    tensor = torch.tensor(vectors)
+    for same in (vectors[::-1][::-1], vectors.tolist(), tensor, tensor.double().requires_grad_()):
+        assert read_vectors(embedder, same, max_new_tokens=6) == expected
+    backwards = read_vectors(embedder, vectors[::-1], ["vector 1", "vector 0"], max_new_tokens=6)
+    assert [*backwards] == [*expected][::-1]
+    assert len(read_vectors(embedder, tensor.bfloat16(), max_new_tokens=6)) == 2
+
+
 def test_instructions_change_the_vector_and_so_the_reading(base):
     embedder = Embedder.from_pretrained(base, **LOAD)
     readings = read_anchors(

@@ -197,6 +197,13 @@ def test_files_of_another_format_are_not_passed_over(tmp_path):
     assert "Mine: its files and the fields of their rows match no kind of task" in fault(tmp_path)
 
 
+@pytest.mark.parametrize("odd", ["null", "7", '"sentence1 sentence2 score"', "[]"])
+def test_an_odd_first_line_is_a_fault_of_its_task_alone(tmp_path, odd):
+    folder = write(tmp_path / "Mine", pairs=[PAIR])
+    (folder / "pairs.jsonl").write_text(f"{odd}\n")
+    assert "Mine: its files and the fields of their rows match no kind of task" in fault(tmp_path)
+
+
 def test_a_stand_in_says_that_it_is_none_of_mtebs(tmp_path):
     folder = write(tmp_path / "sts" / "Mine", pairs=[PAIR])
     (folder / "meta.json").write_text('{"note": "made by hand", "instruction": "Find the same"}')

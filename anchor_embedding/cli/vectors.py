@@ -196,18 +196,12 @@ def _note_cut_texts(embedder, source: Path, settings) -> None:
 
 def _note_bare_texts(embedder, settings) -> None:
     "Say if texts get no instruction, although documents had one in training."
-    from anchor_embedding.embed.embedder import default_instructions
+    from anchor_embedding.embed.embedder import document_instruction
 
-    if settings.instruction:
-        return
-    try:
-        asked = default_instructions(embedder.instructions, embedder.datasets)
-    except InputError:  # it was trained with several
-        return
-    if "document" in asked:
+    if not settings.instruction and (asked := document_instruction(embedder)):
         say(
             "note: in training documents had an instruction too, and these texts have none; give "
-            f"it with --instruction {asked['document']!r}"
+            f"it with --instruction {asked!r}"
         )
 
 

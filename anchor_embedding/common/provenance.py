@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SETTINGS_FILE', 'source_commit', 'code_digest', 'installed_versions', 'processor_name', 'device_name', 'dtype_name',
-           'usable_cores', 'weights_digest', 'check_base', 'find_cards']
+           'usable_cores', 'weights_digest', 'check_base', 'is_checkpoint', 'find_cards']
 
 # %% ../../nbs/common/15_provenance.ipynb #45cb5e4b
 import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import warnings
 from contextlib import suppress
@@ -163,6 +164,11 @@ def check_base(
             f"the adapter in {adapter} was trained on other weights than those that are now in "
             f"{base}: put the weights back that it began with, or train it again"
         )
+
+
+def is_checkpoint(name: str | os.PathLike) -> bool:
+    "Whether a path ends in the name of a model in a run, `final` or that of a step."
+    return re.fullmatch(r"final|step-\d+", Path(name).name) is not None
 
 
 def find_cards(

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LARGEST', 'Natural', 'Counting', 'NotNegative', 'Positive', 'Share', 'BelowOne', 'Texts', 'Numbers', 'STRICT',
-           'NonEmpty', 'obeys', 'closest', 'check_known', 'refusal', 'first_fault', 'check_setting', 'given',
+           'NonEmpty', 'obeys', 'closest', 'check_known', 'refusal', 'first_fault', 'as_list', 'check_setting', 'given',
            'checked_by', 'settings_of', 'Checked']
 
 # %% ../../nbs/common/20_settings.ipynb #ca339ca3
 import difflib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -138,6 +139,14 @@ def first_fault(error: ValidationError) -> str:
     return ": ".join([*map(str, first["loc"]), words]) + f", got {str(first['input'])[:40]!r}"
 
 # %% ../../nbs/common/20_settings.ipynb #2c440648
+def as_list(
+    values,
+    alone: type | tuple[type, ...] = (str, os.PathLike),  # the types of one value
+) -> list:
+    "A list of values; one alone, such as a name, is a list of itself."
+    return [values] if isinstance(values, alone) else list(values)
+
+
 def check_setting(
     key: str,  # the setting's name, for the message
     value,

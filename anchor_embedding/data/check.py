@@ -142,7 +142,7 @@ def _check_part(
             if isinstance(row, dict):
                 ignored.update(_unused(row))
                 if isinstance(row.get("dataset"), str):
-                    name = clean(row["dataset"]) or name
+                    name = clean(row["dataset"]).strip() or name
                 tally(name).add_empty(row)
             try:
                 if isinstance(row, BadRow):

@@ -29,6 +29,7 @@ from pathlib import Path
 from ..common.errors import InputError
 from ..common.files import atomic_file, cache_folder
 from ..common.provenance import usable_cores
+from ..common.settings import as_list
 from .examples import Example
 from ..model.text import clean
 
@@ -116,14 +117,11 @@ def _packages(roots):
     folders = {}
     for root in roots:
         for top in sorted(root.iterdir()):
-            name = (
-                top.name.removesuffix(".py")
-                if top.is_file() and top.suffix == ".py"
-                else top.name
-                if top.is_dir()
-                else ""
-            )
-            if name.isidentifier() and name not in _SKIPPED_FOLDERS and name != _OWN_PACKAGE:
+            is_module = top.is_file() and top.suffix == ".py"
+            name = top.stem if is_module else top.name
+            if not (is_module or top.is_dir()) or not name.isidentifier():
+                continue
+            if name not in _SKIPPED_FOLDERS and name != _OWN_PACKAGE:
                 folders.setdefault(name, top)
     return dict(sorted(folders.items()))
 
@@ -351,13 +349,7 @@ def docstring_pairs(
     """Pairs (summary, rest) from the docstrings of the installed packages, in a fixed order. Raises
     `InputError`.
     """
-    roots = (
-        _site_packages()
-        if root is None
-        else [Path(root)]
-        if isinstance(root, str | os.PathLike)
-        else [Path(path) for path in root]
-    )
+    roots = _site_packages() if root is None else [Path(path) for path in as_list(root)]
     if absent := [str(path) for path in roots if not path.is_dir()]:
         raise InputError(f"{', '.join(absent)}: no such folder")
     tops = _packages(roots)
@@ -365,6 +357,7 @@ def docstring_pairs(
     if packages is None and root is None:
         packages = [name for name in (*TRAINING, *HELDOUT) if name in tops]
     if packages is not None:
+        packages = as_list(packages)
         if absent := [name for name in packages if name not in tops]:
             raise InputError(
                 f"no such packages: {', '.join(absent)}; give names as they are imported"
@@ -372,7 +365,7 @@ def docstring_pairs(
         tops = {name: tops[name] for name in sorted(set(packages))}
     workers = min(usable_cores(), 8) if workers is None else workers
     pairs = _package_pairs(tops, versions, cache, workers, say or (lambda text: None))
-    heldout = _choose_heldout(heldout, pairs)
+    heldout = _choose_heldout(None if heldout is None else as_list(heldout), pairs)
     seen = set()
     held = _unique(pairs, sorted(set(heldout)), seen)
     train = _unique(pairs, [name for name in pairs if name not in heldout], seen)

@@ -24,7 +24,14 @@ from pathlib import Path
 from ..common.errors import InputError, first_line
 from ..common.files import unnamed_file
 from ..common.show import counted
-from .examples import NEGATIVES, POSITIVE, QUERY, holds_list, with_title
+from anchor_embedding.data.examples import (
+    NEGATIVES,
+    POSITIVE,
+    QUERY,
+    holds_list,
+    holds_negatives,
+    with_title,
+)
 
 # %% ../../nbs/data/12_rows.ipynb #aede9111
 class BadRow(str):
@@ -242,7 +249,7 @@ def _with_lists(row: dict[str, str]) -> "dict | BadRow":
             return BadRow(
                 f"the cell {name} holds a list; write a row for each pair, or use JSONL with pos"
             )
-        elif NEGATIVES.fullmatch(name) and holds_list(cell):
+        elif NEGATIVES.fullmatch(name) and holds_negatives(cell):
             return BadRow(
                 f"the cell {name} holds a list; name that column negatives, with lists in JSON"
             )

@@ -23,7 +23,14 @@ import numpy as np
 import pyarrow as pa
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, file_stamp, leftovers, locked
+from anchor_embedding.common.files import (
+    atomic_folder,
+    cache_folder,
+    file_stamp,
+    leftovers,
+    locked,
+    sha256_of,
+)
 from ..common.progress import progress_bar
 from ..common.show import counted, rows_html
 from .examples import Example, fingerprint_line
@@ -83,12 +90,6 @@ def _record_batch(examples, names):
 LISTED = 20  # messages about bad rows that are kept; all are counted
 
 
-def _digest(path: Path) -> str:
-    "SHA-256 of all bytes of a file, in hexadecimal."
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _write_store(parts, on_bad_row, folder, opened):
     "Read all parts and write `rows.arrow` into `folder`; returns the contents of `store.json`."
     names = {}
@@ -116,7 +117,7 @@ def _write_store(parts, on_bad_row, folder, opened):
             file.write_batch(_record_batch(chunk, names))
     return {
         "bytes": (folder / "rows.arrow").stat().st_size,
-        "digest": _digest(folder / "rows.arrow"),
+        "digest": sha256_of(folder / "rows.arrow"),
         "datasets": list(names),
         "fingerprint": digest.hexdigest()[:16],
         "bad_rows": bad_rows,
@@ -243,7 +244,7 @@ class ExampleStore(_Columns, Sequence):
     ):
         description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self._mapped = _MappedRows(folder / "rows.arrow", description["bytes"])
-        if _digest(folder / "rows.arrow") != description["digest"]:
+        if sha256_of(folder / "rows.arrow") != description["digest"]:
             raise ValueError(f"{folder / 'rows.arrow'} has changed since it was written")
         self.source = source
         self.folder = folder

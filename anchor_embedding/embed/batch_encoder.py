@@ -8,12 +8,13 @@ __all__ = ['BatchEncoder']
 # %% ../../nbs/embed/70_batch_encoder.ipynb #6c012bb4
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 
 import numpy as np
 
 from ..common.errors import InputError
-from .embedder import load_embedder
+from .embedder import document_instruction, load_embedder
 
 # %% ../../nbs/embed/70_batch_encoder.ipynb #b8421fd9
 def _device_here() -> str | None:
@@ -64,14 +65,16 @@ def _texts_of(batch, column: str) -> list[str]:
 # %% ../../nbs/embed/70_batch_encoder.ipynb #e98453c2
 class BatchEncoder:
     """A model that adds the column `vector` to batches of rows: a callable class for
-    `ray.data.Dataset.map_batches`. Raises `InputError` for a model that cannot be loaded.
+    `ray.data.Dataset.map_batches`. Warns if texts get no instruction although documents had one in
+    training. Raises `InputError` for a model that cannot be loaded.
     """
 
     def __init__(
         self,
         model: str | os.PathLike,  # a folder that every machine can read, or a name on the hub
         column: str = "text",  # holds the texts
-        instruction: str | None = None,  # in front of every text; documents usually have none
+        # in front of every text; documents usually have none; "" = none on purpose
+        instruction: str | None = None,
         normalize: bool = False,  # scale every vector to length 1
         dtype: str = "auto",  # of the products, see `load_embedder`
         batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
@@ -80,6 +83,12 @@ class BatchEncoder:
         if column == "vector":
             raise InputError("column = 'vector' is reserved for the vectors; rename that column")
         self.embedder = load_embedder(model, dtype, device or _device_here())
+        if instruction is None and (asked := document_instruction(self.embedder)):
+            warnings.warn(
+                f"in training documents had the instruction {asked!r}, and these texts get none; "
+                f'give it as instruction = {asked!r}, or instruction = "" for none',
+                stacklevel=2,
+            )
         self.column = column
         self.settings = {
             "instruction": instruction,

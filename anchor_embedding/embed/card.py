@@ -19,7 +19,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from ..common.errors import InputError
-from ..common.provenance import dtype_name, installed_versions
+from ..common.provenance import dtype_name, installed_versions, is_checkpoint
 from .embedder import Embedder
 from .encoders import model_revision
 from ..model.base import NAME as SMOLLM2
@@ -86,8 +86,7 @@ def _without_paths(value):
         return [_without_paths(each) for each in value]
     if not isinstance(value, str) or not Path(value).is_absolute():
         return value
-    is_checkpoint = re.fullmatch(r"final|step-\d+", Path(value).name)
-    return "/".join(Path(value).parts[-2 if is_checkpoint else -1 :])
+    return "/".join(Path(value).parts[-2 if is_checkpoint(value) else -1 :])
 
 
 def _markdown(value) -> Markup:
@@ -194,24 +193,34 @@ def check_scores(scores: dict, model) -> None:
         )
 
 
-def _other_conditions(
-    scores: Mapping, max_length: int, normalize: bool, instruction: str
-) -> list[str]:
+def _asked_otherwise(
+    tasks: Mapping[str, Mapping],  # of `scores.json`
+    instructions: Mapping[str, str],  # prompt name → instruction
+) -> tuple[list[str], list[str]]:
+    """The tasks that were scored with an instruction where mteb gives this model none, or the
+    reverse; and those that were scored with another instruction.
+    """
+    reverse = []
+    other = []
+    for task, entry in tasks.items():
+        for side, given in (entry.get("instructions") or {}).items():
+            kind = entry.get("type", "")
+            # the order in which mteb looks for a prompt; it has none for "both" sides
+            names = (f"{task}-{side}", task, f"{kind}-{side}", kind, side)
+            own = next((instructions[name] for name in names if name in instructions), "")
+            if bool(given) != bool(own):
+                reverse.append(task)
+            elif given and given != own:
+                other.append(task)
+    reverse = list(dict.fromkeys(reverse))
+    return reverse, [task for task in dict.fromkeys(other) if task not in reverse]
+
+
+def _other_conditions(scores: Mapping, max_length: int, normalize: bool) -> list[str]:
     "What the scores of an evaluation are of that this model is not, in sentences."
     conditions = scores.get("about", {})
     length = conditions.get("max_length")
     sentences = []
-    given = [entry.get("instructions") or {} for entry in scores.get("tasks", {}).values()]
-    if conditions.get("prompts") == "none" and instruction:
-        sentences.append(
-            "These scores are of texts without an instruction; the model above puts one in front "
-            "of queries."
-        )
-    if not instruction and any(any(one.values()) for one in given):
-        sentences.append(
-            "These scores are of texts with instructions; the model above puts none in front of "
-            "queries."
-        )
     if length and length != max_length:
         sentences.append(
             f"These scores are of texts of up to {length} tokens; the model above cuts a text to "
@@ -226,6 +235,28 @@ def _other_conditions(
     if sentences:
         sentences.append("So the header of this page does not list them.")
     return sentences
+
+
+def _remarks(
+    scores: Mapping, max_length: int, normalize: bool, instructions: Mapping[str, str]
+) -> tuple[list[str], set[str]]:
+    """Sentences on what the scores of an evaluation are of that this model is not, and the tasks
+    that the header does not list for that.
+    """
+    tasks = scores.get("tasks", {})
+    sentences = _other_conditions(scores, max_length, normalize)
+    unlisted = {*tasks} if sentences else set()
+    reverse, other = _asked_otherwise(tasks, instructions)
+    if reverse:
+        sentences.append(
+            f"Asked with an instruction where mteb gives the model above none, or the reverse: "
+            f"{', '.join(reverse)}. The header of this page does not list these."
+        )
+    if other:
+        sentences.append(
+            f"Asked with instructions of their own, not with the prompts above: {', '.join(other)}."
+        )
+    return sentences, unlisted | {*reverse}
 
 
 def _results(scores: dict) -> list[EvalResult]:
@@ -422,7 +453,7 @@ def model_card(
     embedder: Embedder,
     name: str,  # of the model: a hub name or a folder's
     prompts: dict[str, str],  # by name
-    instruction: str,  # of the prompt "query"
+    instructions: dict[str, str],  # prompt name → instruction; has "query"
     base: dict[str, str],  # see `find_base`
     cards: list[dict] = (),  # see `find_cards`
     scores: dict | None = None,  # see `scores.json`
@@ -435,7 +466,9 @@ def model_card(
     packages = ("anchor_embedding", "torch", "transformers", "peft", "sentence_transformers")
     results = _results(scores) if scores else []
     conditions = (scores or {}).get("about", {})
-    remarks = _other_conditions(scores or {}, embedder.tokenizer.max_length, normalize, instruction)
+    remarks, unlisted = _remarks(
+        scores or {}, embedder.tokenizer.max_length, normalize, instructions
+    )
     stages = [
         {
             "name": card["recipe"]["name"],
@@ -453,7 +486,7 @@ def model_card(
         name=name,
         facts=model_facts(embedder, base, cards, adapter),
         literal=lambda text: Markup(json.dumps(text)),
-        instruction=instruction,
+        instruction=instructions["query"],
         max_length=embedder.tokenizer.max_length,
         prompts=prompts,
         quoted_prompts=[(key, _quoted(text)) for key, text in prompts.items()],
@@ -467,5 +500,5 @@ def model_card(
         },
         versions=installed_versions(*packages),
     )
-    listed = [] if remarks else results
+    listed = [result for result in results if result.dataset_name not in unlisted]
     return ModelCard(f"---\n{_metadata(name, base, adapter, listed)}\n---\n\n{content}")

@@ -62,6 +62,8 @@ class CorpusSettings:
             raise InputError(f"vectors are stored as float32 or float16, not as {self.dtype}")
         if self.shard_size is not None and self.shard_size < 1:
             raise InputError(f"shard_size = {self.shard_size}: a shard has at least one document")
+        if isinstance(self.columns, str):
+            raise InputError(f"columns = {self.columns!r}: give a list of names")
         if clash := {"id", "vector"} & {*self.columns}:
             raise InputError(f"the column {min(clash)!r} is always stored; leave it out of columns")
         if len({*self.columns}) < len(self.columns):

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['CARD', 'CHUNK_TEXTS', 'QUERY_INSTRUCTION', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts',
-           'encode_texts', 'default_instructions', 'own_files', 'read_tokenizer', 'name_base', 'write_embedder',
-           'write_settings', 'read_settings', 'load_pause_tokens', 'load_embedder']
+           'encode_texts', 'default_instructions', 'document_instruction', 'own_files', 'read_tokenizer', 'name_base',
+           'write_embedder', 'write_settings', 'read_settings', 'load_pause_tokens', 'load_embedder']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from ..common.progress import progress_bar
 from ..common.provenance import SETTINGS_FILE
 from ..common.settings import Counting, check_known, check_setting
 from ..common.show import facts_html
-from ..data.batches import Instructions
+from ..data.batches import Instructions, whole_name
 from ..model.base import resolve_base
 from ..model.bidirectional import set_attention
 from anchor_embedding.model.decoder import (
@@ -361,7 +360,7 @@ def _asked_in_training(
 ) -> tuple[dict[str, Sequence[str]], Set[str]]:
     "Dataset → its instructions, and the datasets whose documents have them too."
     instructions = Instructions.from_record(trained)
-    names = {re.sub(r"_split[12]$", "", name) for name in datasets} | {*datasets}
+    names = {whole_name(name) for name in datasets} | {*datasets}
     table = {name: choices for name, choices in instructions.table.items() if name in names}
     return table or instructions.table, instructions.symmetric
 
@@ -407,6 +406,14 @@ def default_instructions(
     table, symmetric = _asked_in_training(trained, datasets)
     asked = {name for name, choices in table.items() if query in choices} or {*table}
     return {"query": query} | ({"document": query} if asked and asked <= symmetric else {})
+
+
+def document_instruction(embedder: Embedder) -> str:
+    'The instruction that documents had in training; "" = none, or one of several.'
+    try:
+        return default_instructions(embedder.instructions, embedder.datasets).get("document", "")
+    except InputError:  # it was trained with several
+        return ""
 
 
 def _instruction_of(embedder: Embedder, kind: str) -> str:

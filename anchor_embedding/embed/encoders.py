@@ -23,7 +23,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from ..common.errors import InputError, first_line
-from ..common.files import file_stamp
+from ..common.files import file_stamp, sha256_of
 from ..common.provenance import dtype_name
 from .embedder import BARE_TOKENIZER, SETTINGS_FILE, Embedder
 from ..model.base import resolve_base
@@ -119,8 +119,7 @@ _MODEL_FILE = re.compile(
 
 @cache
 def _file_hash(path: Path, *stamp) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _folder_revision(folder: Path) -> str:

@@ -490,7 +490,7 @@ def export_embedder(
         embedder,
         push or folder.name,
         files["config_sentence_transformers.json"]["prompts"],
-        instructions["query"],
+        instructions,
         known,
         cards,
         scores,

@@ -25,7 +25,7 @@ from pydantic import Field
 # %% ../../nbs/embed/64_mining.ipynb #ae57235f
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_file, locked, write_json, write_text
+from ..common.files import atomic_file, locked, remove, write_json, write_text
 from ..common.progress import progress_bar
 from ..common.settings import Checked, Natural, NotNegative
 from ..common.show import counted
@@ -314,7 +314,7 @@ def _begin(folder: Path, run: dict, resume: bool) -> None:
     "Note the run in a new folder, or check that the folder is of this run. Raises `InputError`."
     if not _finished(folder):
         for path in folder.glob("[!.]*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
         write_json(folder / _RUN, run)
         return
     if not resume:

@@ -253,7 +253,7 @@ def _first_tokens(
 # %% ../../nbs/embed/30_reading.ipynb #12dd32ed
 def read_vectors(
     embedder: Embedder,
-    vectors: np.ndarray,  # (n, d) from this embedder, not normalised
+    vectors: np.ndarray | torch.Tensor,  # (n, d) from this embedder, not normalised
     names: Sequence[str] | None = None,  # texts of the readings; None = numbers
     samples: int = 0,  # number of drawn texts for each vector
     max_new_tokens: int = 32,
@@ -265,7 +265,9 @@ def read_vectors(
     decode_opening: str | None = None,
 ) -> Readings:
     "What the model reads from vectors. Raises `InputError`."
-    anchors = torch.as_tensor(np.asarray(vectors, dtype=np.float32))
+    if isinstance(vectors, torch.Tensor):
+        vectors = vectors.detach().float().cpu()
+    anchors = torch.from_numpy(np.array(vectors, dtype=np.float32))  # also of a reversed view
     if not len(anchors) or samples < 0:
         raise InputError(
             f"{len(anchors)} vectors and {samples} samples: give at least one vector, and samples "

@@ -26,6 +26,7 @@ from ..common.errors import InputError, first_line
 from ..common.files import locked
 from ..common.progress import progress_bar
 from ..common.provenance import code_digest, installed_versions, source_commit
+from ..common.settings import as_list
 from ..embed.embedder import Embedder
 from ..embed.encoders import load_model, model_name
 from .candidate import Candidate, describe_loaded, find_candidate
@@ -375,7 +376,7 @@ def _model_names(models: Sequence) -> list[str]:
 
 
 def evaluate_models(
-    models: Sequence[str | os.PathLike | Embedder],
+    models: str | os.PathLike | Embedder | Sequence[str | os.PathLike | Embedder],
     *args,
     say: Callable[[str], None] = print,
     **options,  # all as for `evaluate`
@@ -383,6 +384,7 @@ def evaluate_models(
     """Score several models. Raises `InputError` for an unknown task; for a model that cannot be
     loaded, `errors` has an entry "model".
     """
+    models = as_list(models, (str, os.PathLike, Embedder))
     scores = []
     for model, name in zip(models, _model_names(models), strict=True):
         try:

@@ -19,6 +19,7 @@ import pandas as pd
 
 from ..common.errors import InputError
 from ..common.files import write_text
+from ..common.provenance import is_checkpoint
 from ..common.show import CSS
 from .paper import CATEGORIES, paper_scores, paper_tasks, scores_by_task
 from anchor_embedding.evaluate.scored import (
@@ -282,8 +283,7 @@ def same_base(
     others = [  # the result of an earlier stage does not say what that was trained from
         base
         for base in trained
-        if not re.fullmatch(r"final|step-\d+", Path(base).name)
-        and not any(of_base(model, base) for model in models)
+        if not is_checkpoint(base) and not any(of_base(model, base) for model in models)
     ]
     if len(matching) > 1 or (matching and others):
         raise InputError(

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 import os
-import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ import torch
 
 # %% ../../nbs/evaluate/36_encoder.ipynb #5a0a9711
 from ..common.errors import InputError
-from ..common.provenance import find_cards
+from ..common.provenance import find_cards, is_checkpoint
+from ..data.batches import whole_name
 from ..embed.embedder import Embedder, read_settings
 from ..embed.encoders import encode_on, model_revision, replicate
 from ..embed.vectors import unit
@@ -196,10 +196,7 @@ def trained_on(
     """
     names = set()
     cards = find_cards(Path(model))
-    if cards and (
-        "base_changed" in cards[0]
-        or re.fullmatch(r"final|step-\d+", Path(cards[0]["recipe"]["base"]).name)
-    ):
+    if cards and ("base_changed" in cards[0] or is_checkpoint(cards[0]["recipe"]["base"])):
         return None  # the run that it started from is gone
     for card in cards:
         datasets = card.get("datasets", card["recipe"]["data"])
@@ -210,8 +207,7 @@ def trained_on(
         names.update(datasets)
     if not names:
         return None
-    # a dump of the paper's data has two halves of some sets
-    names = {re.sub(r"_split[12]$", "", name) for name in names}
+    names = {whole_name(name) for name in names}
     known = training_tasks().keys() | {"docstrings"}
     if any(name not in known and mteb_task(name) is None for name in names):
         return None  # pairs of one's own may be anything, also those of a task

@@ -7,6 +7,7 @@ __all__ = ['without_texts', 'texts_of', 'SplitPairs', 'even_sample', 'group_samp
            'split_by_document', 'several_documents', 'split_pairs', 'split_folder']
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #d894a4b3
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -170,7 +171,7 @@ def _too_large(data: str, labels: Sequence, number: int, most: int) -> str:
 
 
 def split_pairs(
-    data: str,  # "docstrings", or a file or folder
+    data: str | os.PathLike,  # "docstrings", or a file or folder
     num_heldout: int,  # pairs to evaluate on in each part, at most
     seed: int,
     on_bad_row: str = "error",
@@ -182,6 +183,7 @@ def split_pairs(
     """
     if num_heldout < 2:
         raise InputError(f"held-out pairs = {num_heldout}: must be at least 2")
+    data = os.fspath(data)
     draw = random.Random(seed)
     parts = None
     if data == "docstrings":

@@ -28,6 +28,7 @@ from pydantic import (
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #39838381
 from ..common.errors import InputError
+from ..common.files import sha256_of
 from ..common.settings import first_fault
 from ..data.rows import BadRow, jsonl_rows, qrels_rows
 from .tasks import expand_name, find_tasks, mteb_task, split_names
@@ -363,7 +364,8 @@ def _kind(folder: Path) -> Kind:
         stem, model = list(kind.files.items())[-1]
         if kind.files.keys() <= files.keys():
             _, row = next(jsonl_rows(files[stem]), ("", ()))
-            if all((field.alias or name) in row for name, field in model.model_fields.items()):
+            names = [field.alias or name for name, field in model.model_fields.items()]
+            if isinstance(row, dict) and all(name in row for name in names):
                 return kind
     raise InputError(
         f"{folder}: its files and the fields of their rows match no kind of task; correct "
@@ -408,8 +410,7 @@ def data_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in _task_files(folder):
         digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()[:16]
 
 

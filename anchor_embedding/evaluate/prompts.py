@@ -13,6 +13,7 @@ from functools import cache
 
 # %% ../../nbs/evaluate/32_prompts.ipynb #f6783fbc
 from ..common.errors import InputError
+from ..data.batches import whole_name
 from ..embed.embedder import default_instructions
 from .tasks import mteb_task, read_table, training_tasks
 
@@ -195,7 +196,7 @@ def _by_task(trained: Mapping) -> dict[str, tuple[str, bool]]:
     symmetric = trained.get("symmetric", ())
     rows = {name: (choices[0], name in symmetric) for name, choices in trained["table"].items()}
     for name in sorted(rows, reverse=True):  # the first part of a divided dataset counts
-        whole = re.sub(r"_split[12]$", "", name)
+        whole = whole_name(name)
         if whole not in trained["table"]:
             rows[whole] = rows[name]
     tasks = {

@@ -20,6 +20,7 @@ import pandas as pd
 
 from ..common.errors import InputError
 from ..common.files import near_path
+from ..common.provenance import is_checkpoint
 from ..common.scores import read_queries, read_scores
 from .significance import Difference, compare_with
 
@@ -89,7 +90,7 @@ def _identity(recipe: dict, seen: tuple = ()) -> dict | None:
         key: value for key, value in recipe.items() if key not in ("name", "description", "seed")
     }
     base = Path(str(kept.get("base", "")))
-    if re.fullmatch(r"final|step-\d+", str(base)):
+    if len(base.parts) == 1 and is_checkpoint(base):
         return None
     earlier = base.parent / "recipe.toml"
     if len(base.parts) > 1 and earlier.is_file() and earlier not in seen:

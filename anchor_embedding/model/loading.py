@@ -158,21 +158,19 @@ def free_memory(
             + torch.cuda.memory_reserved(device)
             - torch.cuda.memory_allocated(device)
         )
+    version_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    version_2 = ("sys/fs/cgroup", "memory.max", "memory.current")
+    groups = {(*version_1, "."), (*version_2, ".")}
+    for number, _, path in _lines(Path(root, "proc/self/cgroup")):
+        groups.add((*(version_2 if number == "0" else version_1), path.strip("/")))
     free = [1024 * _numbers(Path(root, "proc/meminfo")).get("MemAvailable", math.inf)]
-    lines = _lines(Path(root, "proc/self/cgroup"))
-    for limit, used, folder in (("memory.max", "memory.current", "sys/fs/cgroup"),
-                                ("memory.limit_in_bytes", "memory.usage_in_bytes", "sys/fs/cgroup/memory")):  # fmt: skip
-        groups = {"."} | {
-            path.strip("/")
-            for number, names, path in lines
-            if (number == "0") == (limit == "memory.max")
-        }
-        for group in (Path(root, folder, group) for group in groups):
-            most, taken = (_numbers(group / name).get("") for name in (limit, used))
-            # cached files, which the system can drop
-            cached = _numbers(group / "memory.stat").get("inactive_file", 0)
-            if most is not None and taken is not None:
-                free.append(most - taken + cached)
+    for folder, limit, used, path in groups:
+        group = Path(root, folder, path)
+        most, taken = (_numbers(group / name).get("") for name in (limit, used))
+        # cached files, which the system can drop
+        cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+        if most is not None and taken is not None:
+            free.append(most - taken + cached)
     return max(0, min(free)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
 from .decoder import CausalDecoder, context_of
+from .fused import autocast_dtype
 from .packing import PackedBatch, TextLengths, packed_attention
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #ec4c7210
@@ -80,7 +81,7 @@ def vocabulary_mix(
             "soft tokens need a vocabulary head without bias and without a cap on its logits"
         )
     kind = states.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    dtype = autocast_dtype(kind, head.weight.dtype)
 
     def mixed(states):
         weights = head.weight[: rows or None].to(dtype)
@@ -299,11 +300,10 @@ def refine(
     """
     steps = tokens.steps if steps is None else steps
     single = isinstance(steps, Integral)
-    numbers = [steps] if single else steps
-    # the settings of soft tokens take no numbers of numpy
-    wanted = [int(number) if isinstance(number, Integral) else number for number in numbers]
-    for number in (min(wanted, default=0), max(wanted, default=0)):  # both are checked
-        tokens = replace(tokens, steps=number)
+    numbers = [steps] if single else list(steps)
+    replace(tokens, steps=min(numbers, default=0))  # checks the smallest
+    tokens = replace(tokens, steps=max(numbers))
     vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)
-    vectors = torch.stack([vectors[:, number - 1] for number in wanted], dim=1)
-    return vectors[:, 0] if single else vectors
+    if single:
+        return vectors[:, -1]
+    return torch.stack([vectors[:, number - 1] for number in numbers], dim=1)

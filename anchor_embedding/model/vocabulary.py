@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .agreement import LogitForm
 from .decoder import CausalDecoder
+from .fused import autocast_dtype
 
 # %% ../../nbs/model/52_vocabulary.ipynb #bf8a77b5
 CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in float32
@@ -93,7 +94,7 @@ def vocabulary_loss(
     """
     kind = hidden.device.type
     head = decoder.head
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = autocast_dtype(kind, hidden.dtype)
     with torch.autocast(kind, enabled=False):
         return _VocabularyFunction.apply(
             hidden,

@@ -470,7 +470,7 @@ def parts_read(
     """
     texts = list(texts)
     read = tokenizer(texts, instructions)
-    whole = tokenizer.with_length(10**9)(texts)
+    whole = tokenizer.with_length(10**9)(texts, instructions)
     return [
         text if len(part.body) == len(full.body) else tokenizer.tokenizer.decode(part.body)
         for text, part, full in zip(texts, read, whole, strict=True)

@@ -21,7 +21,7 @@ import pandas as pd
 from .. import __version__
 from ..common.errors import InputError
 from ..common.files import atomic_file, finite, write_json, write_text
-from ..common.settings import closest
+from ..common.settings import as_list, closest
 from ..data.examples import fingerprint
 from ..embed.embedder import Embedder
 from ..evaluate.heldout import SplitPairs, split_pairs
@@ -240,7 +240,7 @@ def tournament(
     """
     check_one_process()
     out = Path(out)
-    entrants = contestants(recipes, overrides)
+    entrants = contestants(as_list(recipes, (str, Recipe, Pipeline)), overrides)
     if every is None:
         every = max(1, amount // 8) if budget == "steps" else amount / 8
     check_request(out, budget, amount, every, alternative)

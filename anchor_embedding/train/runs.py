@@ -26,6 +26,7 @@ from anchor_embedding.common.files import (
     disk_errors,
     locked,
     read_json,
+    remove,
     sync,
     write_text,
 )
@@ -95,7 +96,7 @@ class RunFolder:
         write_text(self.path / "recipe.toml", recipe.to_toml())
         for path in list(self.path.iterdir()):
             if _TEMPORARY.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
         for name in _LOGS:
             _cut_log(self.path / name, max(self.checkpoints(), default=-1))
         prune_checkpoints(self, recipe.keep_checkpoints)

@@ -257,8 +257,8 @@ WATCHED = 64  # maximum number of watched pairs; never more than a batch
 
 def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[list[Example], str]:
     """Pairs on which to measure what an objective watches, and a description of them: a random
-    sample in which no two share a text, those of a dataset together. None if the run trains on all
-    pairs.
+    sample in which no two share a text, those of a dataset together. Empty if the objective
+    watches nothing or too few different pairs are left.
     """
     if not run.objective.watch_every:
         return [], ""
