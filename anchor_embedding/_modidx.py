@@ -253,6 +253,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance._with_card': ( 'common/provenance.html#_with_card',
                                                                                                        'anchor_embedding/common/provenance.py'),
+                                                    'anchor_embedding.common.provenance.base_of_adapter': ( 'common/provenance.html#base_of_adapter',
+                                                                                                            'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.check_base': ( 'common/provenance.html#check_base',
                                                                                                        'anchor_embedding/common/provenance.py'),
                                                     'anchor_embedding.common.provenance.code_digest': ( 'common/provenance.html#code_digest',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTINGS_FILE', 'source_commit', 'code_digest', 'installed_versions', 'processor_name', 'device_name', 'dtype_name',
-           'usable_cores', 'weights_digest', 'check_base', 'is_checkpoint', 'find_cards']
+           'usable_cores', 'weights_digest', 'check_base', 'base_of_adapter', 'is_checkpoint', 'find_cards']
 
 # %% ../../nbs/common/15_provenance.ipynb #45cb5e4b
 import hashlib
@@ -164,6 +164,17 @@ def check_base(
             f"the adapter in {adapter} was trained on other weights than those that are now in "
             f"{base}: put the weights back that it began with, or train it again"
         )
+
+
+def base_of_adapter(folder: str | os.PathLike) -> str | None:
+    """The base that the adapter in a folder names; None without an adapter, or if it names none.
+    Raises `InputError` for a damaged file.
+    """
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    name = read_json(path, "save the adapter again").get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
 
 
 def is_checkpoint(name: str | os.PathLike) -> bool:

@@ -16,7 +16,12 @@ from pathlib import Path
 
 from ..common.errors import InputError, one_line
 from ..common.files import atomic_folder, leftovers, read_json, refuse_here
-from ..common.provenance import find_cards, installed_versions, weights_digest
+from anchor_embedding.common.provenance import (
+    base_of_adapter,
+    find_cards,
+    installed_versions,
+    weights_digest,
+)
 from ..common.scores import read_scores
 from ..data.batches import Instructions
 from .card import check_scores, exported_card, find_base, model_card
@@ -216,8 +221,7 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 def _base_of(adapter: Path) -> str:
     "The base that the adapter in a folder names."
-    config = json.loads((adapter / _ADAPTER[0]).read_text(encoding="utf-8"))
-    return config["base_model_name_or_path"] or ""
+    return base_of_adapter(adapter) or ""
 
 
 def _base_digest(source: Path | None, embedder: Embedder) -> str:

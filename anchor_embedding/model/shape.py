@@ -6,7 +6,6 @@
 __all__ = ['SIZES', 'ModelShape', 'shape_of_model', 'model_from_config', 'shape_from_config', 'read_shape', 'known_configs']
 
 # %% ../../nbs/model/58_shape.ipynb #772624a8
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from ..common.errors import InputError, one_line
+from ..common.files import read_json
 from ..common.settings import closest
 
 # %% ../../nbs/model/58_shape.ipynb #c7dd7b14
@@ -198,13 +198,7 @@ def read_shape(
 ) -> ModelShape:
     "The shape that follows from a folder's config.json. Raises `InputError` for an unusable file."
     path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: no readable model configuration ({error})") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: no model configuration, but a {type(config).__name__}")
-    return shape_from_config(config, str(path))
+    return shape_from_config(read_json(path, "copy the whole model again"), str(path))
 
 # %% ../../nbs/model/58_shape.ipynb #b68d5b19
 def known_configs() -> dict[str, dict]:  # hub name → configuration

@@ -7,13 +7,13 @@ __all__ = ['read_metrics', 'read_report', 'results_table', 'stages_table', 'seed
            'compare_arms', 'headline', 'reading_of_anchors', 'scale', 'findings']
 
 # %% ../../nbs/study/20_report.ipynb #683c3a4b
-import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from ..common.errors import InputError
+from ..common.files import read_json
 from ..evaluate.retrieval import query_ndcg
 from ..evaluate.significance import Difference, compare_means, compare_with
 from anchor_embedding.study.figures import (
@@ -47,13 +47,8 @@ def read_report(
     "Read the report of a comparison; InputError when the file is not one."
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    except ValueError as e:
-        raise InputError(f"{path}: not JSON ({e})") from None
-    arms = report.get("arms") if isinstance(report, dict) else None
+    report = read_json(path, "run the comparison again")
+    arms = report.get("arms")
     arms = arms if isinstance(arms, dict) else {}
     if not any(arms.values()) or not all(isinstance(rows, list) for rows in arms.values()):
         raise InputError(f"{path}: not a report: `arms` with at least one evaluated arm is missing")

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..common.errors import InputError
-from ..common.files import cache_folder, read_json
+from ..common.files import cache_folder
+from ..common.provenance import base_of_adapter
 from ..common.settings import closest
 from ..model.base import split_commit
 from ..model.shape import ModelShape, known_configs, read_shape, shape_from_config
@@ -45,11 +46,8 @@ def _result(base: str) -> str:
 
 def without_adapter(base: str) -> str:
     "The base of an adapter's folder; any other base as it is."
-    adapter = Path(base) / "adapter_config.json"
-    if not adapter.is_file():
-        return base
-    own = read_json(adapter, "save the adapter again").get("base_model_name_or_path")
-    return without_adapter(own) if isinstance(own, str) else base
+    own = base_of_adapter(base)
+    return without_adapter(own) if own else base
 
 
 def find_shape(

@@ -25,8 +25,12 @@ import torch
 
 # %% ../../nbs/train/35_prepare.ipynb #be923f2c
 from ..common.errors import InputError
-from ..common.files import read_json
-from ..common.provenance import device_name, dtype_name, weights_digest
+from anchor_embedding.common.provenance import (
+    base_of_adapter,
+    device_name,
+    dtype_name,
+    weights_digest,
+)
 from anchor_embedding.data.batches import (
     SHIPPED,
     BatchPlan,
@@ -361,9 +365,8 @@ def files_digest(folder: str | Path) -> str:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
             digest.update(content)
-    adapter = Path(folder) / "adapter_config.json"
-    if adapter.exists():
-        own = read_json(adapter, "save the adapter again").get("base_model_name_or_path")
+    if Path(folder, "adapter_config.json").exists():
+        own = base_of_adapter(folder)
         digest.update(f"{own and weights_digest(own)} {own and files_digest(own)}".encode())
     return digest.hexdigest()[:16]
 
