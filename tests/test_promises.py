@@ -30,7 +30,7 @@ from anchor_embedding.evaluate.significance import compare_runs
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer
-from anchor_embedding.objectives.objective import TextLengths, find_objective, objective_names
+from anchor_embedding.objectives.objective import MeanLengths, find_objective, objective_names
 from anchor_embedding.train.plan import plan
 
 
@@ -197,6 +197,6 @@ def test_the_plan_counts_for_the_budget_what_a_run_counts(name):
     for negatives in (0, 1):
         taken = min(negatives, getattr(objective, "hard_negatives", 0))
         bodies = {"query_body": 10, "document_body": 30, "opening": 2}
-        lengths = TextLengths(query=16, document=40, negatives=taken, **bodies)
+        lengths = MeanLengths(query=16, document=40, negatives=taken, **bodies)
         documents = [40] * (1 + taken)
         assert objective.pair_tokens(lengths).budgeted == objective.row_tokens(16, *documents)

@@ -17,7 +17,7 @@ from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.vocabulary import bag_loss
-from .objective import SIDES, PairTokens, TextLengths
+from .objective import SIDES, MeanLengths, PairTokens
 from .reconstruction import TokenMeans
 
 # %% ../../nbs/objectives/26_bag_of_tokens.ipynb #03e4fd3a
@@ -61,7 +61,7 @@ class BagOfTokens(TokenMeans):
         bags = [bag for side in self.bags(batch, directions) for bag in side]
         return bag_loss(decoder, vectors, bags).unflatten(0, (len(directions), -1)).sum(1)
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "Each text is encoded once; there is one projection onto the vocabulary for each direction."
         both = {"query": lengths.query, "document": lengths.document}
         encoded = self.read(lengths.query, lengths.document)

@@ -15,7 +15,7 @@ from ..common.show import counted
 from ..data.batches import TokenBatch
 from ..model.decoder import CausalDecoder
 from .contrastive import Contrastive, as_numbers
-from .objective import PairTokens, TextLengths
+from .objective import MeanLengths, PairTokens
 from .reconstruction import Reconstruction
 
 # %% ../../nbs/objectives/30_contrasted_reconstruction.ipynb #a5ca13b7
@@ -69,7 +69,7 @@ class ContrastedReconstruction(Reconstruction):
                 "learn from wrong pairs: leave `anchor` out, or take `objective` = 'reconstruction'"
             )
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "Those of both terms; neither uses the other's encode pass."
         own = super().pair_tokens(lengths)
         return replace(own, encoded=own.encoded + self.read(lengths.query, lengths.document))

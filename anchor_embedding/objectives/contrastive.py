@@ -28,7 +28,7 @@ from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.ranks import agreed_parts, gather_rows, sync_gradients
 from ..model.text import TokenizedText
-from .objective import Objective, PairTokens, TextLengths, undefined
+from .objective import MeanLengths, Objective, PairTokens, undefined
 
 # %% ../../nbs/objectives/25_contrastive.ipynb #49207155
 def negatives_mask(
@@ -375,7 +375,7 @@ class VectorLoss(Objective):
         vectors = vectors[text_order(batch, groups).argsort().to(vectors.device)]
         return as_numbers(self.terms(vectors, self.facts(batch, vectors.device), len(batch)))
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         """Query, positive and hard negatives, each with its soft tokens. A fraction of a negative
         counts as that part of one.
         """

@@ -30,7 +30,7 @@ from anchor_embedding.model.loading import (
 from ..model.text import TextTokenizer
 from ..model.vocabulary import sums_of, taught_loss
 from .ceiling import separator_ids, states_after
-from .objective import SIDES, PairTokens, TextLengths
+from .objective import SIDES, MeanLengths, PairTokens
 from .reconstruction import Reconstruction
 
 # %% ../../nbs/objectives/31_distilled_reconstruction.ipynb #4daa5800
@@ -174,7 +174,7 @@ class DistilledReconstruction(Reconstruction):
             name for name, weight in self.directions().items() if weight and self.teacher_weight
         ]
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "Those of Stage I, and the teacher's sequences."
         own = super().pair_tokens(lengths)
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}

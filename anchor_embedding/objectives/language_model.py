@@ -18,7 +18,7 @@ from ..model.decoder import CausalDecoder, check_positions
 from ..model.text import TextTokenizer
 from ..model.vocabulary import sums_of
 from .ceiling import separator_ids, states_after
-from .objective import DIRECTIONS, PairTokens, TextLengths
+from .objective import DIRECTIONS, MeanLengths, PairTokens
 from .reconstruction import TokenMeans
 
 # %% ../../nbs/objectives/32_language_model.ipynb #219c4203
@@ -77,7 +77,7 @@ class LanguageModel(TokenMeans):
         if recipe.attention != "causal":
             yield "a language model reads causally: leave `attention` out"
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "A sequence with both texts for each direction whose weight is not 0."
         both = {"query": lengths.query, "document": lengths.document}
         bodies = {"q2d": lengths.document_body, "d2q": lengths.query_body}

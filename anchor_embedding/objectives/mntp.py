@@ -21,7 +21,7 @@ from ..model.decoder import CausalDecoder
 from ..model.packing import pack
 from ..model.text import TextTokenizer, TokenizedText
 from ..model.vocabulary import vocabulary_loss
-from .objective import PairTokens, TextLengths
+from .objective import MeanLengths, PairTokens
 from .reconstruction import TokenMeans, text_generator
 
 # %% ../../nbs/objectives/27_mntp.ipynb #ce21e564
@@ -126,7 +126,7 @@ class MaskedPrediction(TokenMeans):
         "See `Objective.row_tokens`: each text is read once with every pooling."
         return query + sum(documents)
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "Each text is read once with every pooling."
         both = {"query": lengths.query, "document": lengths.document}
         scored = self.mask_share * (lengths.query_body + lengths.document_body)

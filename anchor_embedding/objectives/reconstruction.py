@@ -34,9 +34,9 @@ from ..model.vocabulary import bag_loss, sums_of, vocabulary_loss
 from .ceiling import anchor_ceiling, separator_ids, share_of_ceiling
 from anchor_embedding.objectives.objective import (
     SIDES,
+    MeanLengths,
     Objective,
     PairTokens,
-    TextLengths,
     undefined,
 )
 
@@ -519,7 +519,7 @@ class Reconstruction(Anchored, TokenMeans):
             return tuple(lengths.values())
         return (sum(self.directions()[name] * length for name, length in lengths.items()),)
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "One encoded and one decoded sequence for each direction that a step has."
         encoded = {"queries": lengths.query, "positives": lengths.document}
         bodies = {"queries": lengths.query_body, "positives": lengths.document_body}

@@ -20,7 +20,7 @@ from ..model.packing import masked_forward, pack
 from ..model.ranks import global_sum, sync_gradients
 from ..model.text import TextTokenizer, TokenizedText
 from ..model.vocabulary import vocabulary_loss
-from .objective import DIRECTIONS, PairTokens, TextLengths
+from .objective import DIRECTIONS, MeanLengths, PairTokens
 from .reconstruction import Anchored, divisors, named_terms
 
 # %% ../../nbs/objectives/22_released.ipynb #d98b7651
@@ -203,7 +203,7 @@ class ReleasedReconstruction(Anchored):
         "The pairs of a micro-batch; the token budget does not change them."
         return min(pairs, self.micro_batch_size or pairs)
 
-    def pair_tokens(self, lengths: TextLengths) -> PairTokens:
+    def pair_tokens(self, lengths: MeanLengths) -> PairTokens:
         "The whole of each text is decoded, header included; the EOS of both texts is not scored."
         both = {"query": lengths.query, "document": lengths.document}
         decoded = (1 + lengths.document, 1 + lengths.query)

@@ -16,7 +16,7 @@ from ..common.errors import InputError
 from ..common.settings import closest
 from ..model.shape import ModelShape
 from ..model.vocabulary import CHUNK_LOGITS
-from ..objectives.objective import PairTokens, TextLengths
+from ..objectives.objective import MeanLengths, PairTokens
 from .recipe import AUTOMATIC, Recipe
 
 # %% ../../nbs/train/18_cost.ipynb #b1227976
@@ -102,7 +102,7 @@ def pair_tokens(
     document, negative = (
         min(recipe.max_length, mean[key] + around) for key in ("document", "negative")
     )
-    lengths = TextLengths(
+    lengths = MeanLengths(
         query=query,
         document=document,
         negative=negative,
