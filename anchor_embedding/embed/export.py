@@ -255,47 +255,49 @@ def _check_named_base(base: str, trained_on: str) -> None:
     )
 
 
-def _write_weights(
+def _write_merged(embedder: Embedder, folder: Path) -> None:
+    "All weights, with a LoRA adapter merged into them."
+    model = embedder.decoder.model
+    model = copy.deepcopy(model).merge_and_unload() if embedder.decoder.adapted else model
+    model.save_pretrained(folder)
+    _edit_json(folder / "config.json", _readable_config)
+
+
+def _write_adapter(
     embedder: Embedder,
     source: Path | None,
     folder: Path,
-    adapter: bool,
     base: str | None,
     push: str | None,
 ) -> None:
-    "Merged weights, or an adapter that names its base."
+    "The adapter alone, which names its base."
     decoder = embedder.decoder
     has_adapter = (source / _ADAPTER[0]).exists() if source else decoder.adapted
-    if adapter and not has_adapter:
+    if not has_adapter:
         raise InputError(
             f"{source or embedder} has no adapter (a finished run merges it): export it merged, "
             "or export a checkpoint (RUN/step-…; --set checkpoint_every=STEPS keeps some)"
         )
-    if adapter and source:
+    if source:
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
-    elif adapter:
+    else:
         name_base(decoder)
         decoder.model.save_pretrained(folder)
-    else:
-        model = decoder.model
-        model = copy.deepcopy(model).merge_and_unload() if decoder.adapted else model
-        model.save_pretrained(folder)
-    if adapter and (Path(_base_of(folder)) / _ADAPTER[0]).exists():
+    trained_on = _base_of(folder)
+    if (Path(trained_on) / _ADAPTER[0]).exists():
         raise InputError(
-            f"this adapter was trained on top of another one ({_base_of(folder)}), and other "
+            f"this adapter was trained on top of another one ({trained_on}), and other "
             "programs load a single one: export it merged"
         )
-    if adapter and base:
-        _check_named_base(base, _base_of(folder))
+    if base:
+        _check_named_base(base, trained_on)
         _edit_json(folder / _ADAPTER[0], lambda values: _on_base(values, base))
-    elif adapter and push and Path(_base_of(folder)).exists():
+    elif push and Path(trained_on).exists():
         raise InputError(
             "the base of this adapter is a local folder, which other users do not have: give the "
             "name of the same weights on the hub with base=…, or push it merged"
         )
-    if (folder / "config.json").exists():
-        _edit_json(folder / "config.json", _readable_config)
 
 
 # kinds of rotary angles that transformers 4 knows
@@ -505,7 +507,10 @@ def export_embedder(
     if cards:
         files[CARD] = exported_card(cards, known)
     with atomic_folder(folder) as aside:
-        _write_weights(embedder, source, aside, adapter, base, push)
+        if adapter:
+            _write_adapter(embedder, source, aside, base, push)
+        else:
+            _write_merged(embedder, aside)
         _write_tokenizers(embedder, padding_side, aside)
         write_settings(embedder, aside, _base_digest(source, embedder) if adapter else "")
         _write_files(aside, files)
