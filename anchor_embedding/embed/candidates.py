@@ -233,9 +233,7 @@ def load_scorer(
                 f"bm25 compares the words of whole texts; leave out max_length = {max_length}"
             )
         if dtype != "auto" or device is not None:
-            raise InputError(
-                "bm25 is no model; leave out dtype and device, or name a model with --model"
-            )
+            raise InputError("bm25 is no model; leave out dtype and device, or name a model")
         bm25 = _without_instructions(
             Bm25Scores, "bm25 compares words, also those of an instruction"
         )

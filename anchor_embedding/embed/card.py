@@ -249,7 +249,7 @@ def _remarks(
     reverse, other = _asked_otherwise(tasks, instructions)
     if reverse:
         sentences.append(
-            f"Asked with an instruction where mteb gives the model above none, or the reverse: "
+            "Asked with an instruction where mteb gives the model above none, or the reverse: "
             f"{', '.join(reverse)}. The header of this page does not list these."
         )
     if other:
