@@ -162,7 +162,8 @@ def free_memory(
     version_2 = ("sys/fs/cgroup", "memory.max", "memory.current")
     groups = {(*version_1, "."), (*version_2, ".")}
     for number, _, path in _lines(Path(root, "proc/self/cgroup")):
-        groups.add((*(version_2 if number == "0" else version_1), path.strip("/")))
+        version = version_2 if number == "0" else version_1
+        groups.add((*version, path.strip("/")))
     free = [1024 * _numbers(Path(root, "proc/meminfo")).get("MemAvailable", math.inf)]
     for folder, limit, used, path in groups:
         group = Path(root, folder, path)
