@@ -27,7 +27,7 @@ from anchor_embedding.common.errors import InputError
 from anchor_embedding.common.provenance import find_cards, weights_digest
 from anchor_embedding.common.tiny import KINDS, PROSE, tiny_model, tiny_tokenizer
 from anchor_embedding.data.docstrings import docstring_pairs
-from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder, load_embedder
+from anchor_embedding.embed.embedder import QUERY_INSTRUCTION, Embedder
 from anchor_embedding.embed.encoders import load_model, model_revision
 from anchor_embedding.embed.export import (
     check_tokenizer,
@@ -225,7 +225,9 @@ def test_exported_again(tmp_path, texts):
     same.
     """
     make(tmp_path / "model")
-    export_embedder(load_embedder(tmp_path / "model", "bfloat16", "cpu"), tmp_path / "half")
+    export_embedder(
+        Embedder.from_pretrained(tmp_path / "model", "bfloat16", "cpu"), tmp_path / "half"
+    )
     folder = export_embedder(tmp_path / "half", tmp_path / "again")
     assert next(load(folder).parameters()).dtype == torch.bfloat16
     again = Embedder.from_pretrained(folder, dtype="float32", device="cpu")
@@ -837,7 +839,7 @@ def test_other_programs_read_the_configuration(tmp_path, kind, settings, names):
     expected = embedder.encode(NASTY[:12])
     np.testing.assert_allclose(load(folder).encode(NASTY[:12]), expected, atol=1e-4)
     np.testing.assert_allclose(
-        load_embedder(folder, "float32").encode(NASTY[:12]), expected, atol=1e-4
+        Embedder.from_pretrained(folder, "float32").encode(NASTY[:12]), expected, atol=1e-4
     )
 
 

@@ -29,7 +29,7 @@ from anchor_embedding.common.tiny import tiny_model, tiny_tokenizer
 from anchor_embedding.data.batches import Instructions, tokenize_batch
 from anchor_embedding.data.examples import Example
 from anchor_embedding.data.store import open_examples
-from anchor_embedding.embed.embedder import load_embedder
+from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.export import export_embedder
 from anchor_embedding.embed.mining import MiningSettings, choose_negatives
 from anchor_embedding.embed.shared import SharedEmbedder
@@ -474,8 +474,8 @@ def test_texts_beyond_the_context_are_refused_in_training_and_when_they_come(
     with pytest.raises(InputError, match=f"max_length = 1025 {message}"):
         train(small(base, pairs, max_length=1025), tmp_path / "run", examples, say=quiet)
     with pytest.raises(InputError, match=f"max_length = 1025 {message}"):
-        load_embedder(base, max_length=1025)
-    embedder = load_embedder(base, max_length=1024)
+        Embedder.from_pretrained(base, max_length=1025)
+    embedder = Embedder.from_pretrained(base, max_length=1024)
     embedder.tokenizer.max_length = 1025
     assert embedder.encode(["a few words"]).shape == (1, embedder.dimension)
     with pytest.raises(InputError, match=f"a text {message}"):
@@ -783,7 +783,7 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
     assert [note.split(" = ")[0].rsplit(" ", 1)[1] for note in notes] == ["attention", "pooling"]
     table = tmp_path / "asked.csv"
     table.write_text("dataset,instruction,symmetric\npairs,Find it.,0\n")
-    saved = load_embedder(base, soft_tokens=SoftTokens(steps=1), pooling="mean")
+    saved = Embedder.from_pretrained(base, soft_tokens=SoftTokens(steps=1), pooling="mean")
     saved.instructions = "paper"
     saved.save_pretrained(tmp_path / "soft")
     read = small(tmp_path / "soft", pairs, objective="contrastive", pooling="mean")
@@ -796,7 +796,7 @@ def test_a_base_that_was_read_in_another_way_is_noted(base, pairs, tmp_path):
 
 
 def test_the_memory_of_an_adapter_is_that_of_its_base(base, pairs, tmp_path):
-    tuned = load_embedder(base)
+    tuned = Embedder.from_pretrained(base)
     add_lora(tuned.decoder, 2, 4, 0.0, ("q_proj",))
     tuned.save_pretrained(tmp_path / "run" / "final")
     for place in (tmp_path / "run" / "final", tmp_path / "run"):
@@ -876,7 +876,7 @@ def test_an_adapter_names_its_base_by_the_whole_path(base, pairs, tmp_path, monk
     adapter = tmp_path / "run" / "step-000003" / "adapter_config.json"
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == str(base)
     monkeypatch.chdir(tmp_path)
-    load_embedder(tmp_path / "run" / "step-000003")
+    Embedder.from_pretrained(tmp_path / "run" / "step-000003")
 
 
 def test_an_adapter_keeps_its_base_when_the_working_folder_changes(base, tmp_path, monkeypatch):
@@ -884,7 +884,7 @@ def test_an_adapter_keeps_its_base_when_the_working_folder_changes(base, tmp_pat
 
     def base_of_adapter(below, folder):
         monkeypatch.chdir(below.parent)
-        embedder = load_embedder(below.name, "float32", "cpu")
+        embedder = Embedder.from_pretrained(below.name, "float32", "cpu")
         add_lora(embedder.decoder, rank=2, alpha=4)
         monkeypatch.chdir(tmp_path)
         embedder.save_pretrained(folder)
@@ -894,7 +894,7 @@ def test_an_adapter_keeps_its_base_when_the_working_folder_changes(base, tmp_pat
     second = tmp_path / "adapters" / "second"
     assert base_of_adapter(base, first) == str(base)
     assert base_of_adapter(first, second) == str(first)
-    load_embedder(second, "float32", "cpu")
+    Embedder.from_pretrained(second, "float32", "cpu")
 
 
 def test_a_finished_run_is_finished_again_and_a_model_is_saved_over_itself(base, pairs, tmp_path):
@@ -903,7 +903,7 @@ def test_a_finished_run_is_finished_again_and_a_model_is_saved_over_itself(base,
     train(recipe, tmp_path / "run", progress=False, say=quiet)
     final = train(recipe, tmp_path / "run", resume=True, progress=False, say=quiet)
     assert (final / "card.json").read_text() == (tmp_path / "run" / "card.json").read_text()
-    load_embedder(final).save_pretrained(final)
+    Embedder.from_pretrained(final).save_pretrained(final)
     assert not (final / "card.json").exists()  # what is there now may be another model
 
 
@@ -969,10 +969,10 @@ def test_a_model_of_a_short_context_is_read_and_exported_within_it(tmp_path):
     text = "anchor ship " * 120
     export_embedder(tmp_path / "base", tmp_path / "exported")
     theirs = SentenceTransformer(str(tmp_path / "exported"), device="cpu")
-    ours = load_embedder(tmp_path / "base", "float32", "cpu")
+    ours = Embedder.from_pretrained(tmp_path / "base", "float32", "cpu")
     assert theirs.max_seq_length == ours.tokenizer.max_length == 64
     np.testing.assert_allclose(theirs.encode([text]), ours.encode([text]), atol=1e-4)
-    longer = load_embedder(tmp_path / "base", "float32", "cpu", max_length=64)
+    longer = Embedder.from_pretrained(tmp_path / "base", "float32", "cpu", max_length=64)
     longer.tokenizer.max_length = 65
     with pytest.raises(InputError, match="max_length = 65 needs 65 positions"):
         export_embedder(longer, tmp_path / "longer")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..common.errors import InputError
-from .embedder import document_instruction, load_embedder
+from .embedder import Embedder, document_instruction
 
 # %% ../../nbs/embed/70_batch_encoder.ipynb #b8421fd9
 def _device_here() -> str | None:
@@ -76,13 +76,13 @@ class BatchEncoder:
         # in front of every text; documents usually have none; "" = none on purpose
         instruction: str | None = None,
         normalize: bool = False,  # scale every vector to length 1
-        dtype: str = "auto",  # of the products, see `load_embedder`
+        dtype: str = "auto",  # of the products, see `Embedder.from_pretrained`
         batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
         device: str | None = None,  # None = the GPU that Ray assigned to the actor, else the CPU
     ):
         if column == "vector":
             raise InputError("column = 'vector' is reserved for the vectors; rename that column")
-        self.embedder = load_embedder(model, dtype, device or _device_here())
+        self.embedder = Embedder.from_pretrained(model, dtype, device or _device_here())
         if instruction is None and (asked := document_instruction(self.embedder)):
             warnings.warn(
                 f"in training documents had the instruction {asked!r}, and these texts get none; "

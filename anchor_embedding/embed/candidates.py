@@ -213,7 +213,7 @@ def _own_prompts(model) -> CosineScores:
 def load_scorer(
     # "bm25", a model's name or folder, a model, or a scorer
     model: "str | os.PathLike | Embedder | CosineScores | Bm25Scores",
-    dtype: str = "auto",  # see `load_embedder`
+    dtype: str = "auto",  # see `Embedder.from_pretrained`
     corpus: Corpus | None = None,  # encoded documents that will be scored with the others
     device: str | None = None,  # None = all accelerators, or the CPU
     max_length: int | None = None,  # tokens of a text; None = the model's own

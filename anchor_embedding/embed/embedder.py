@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'CHUNK_TEXTS', 'QUERY_INSTRUCTION', 'BARE_TOKENIZER', 'PAUSE_TOKENS', 'Embedder', 'embedder_facts',
-           'encode_texts', 'default_instructions', 'document_instruction', 'own_files', 'read_tokenizer', 'name_base',
-           'write_embedder', 'write_settings', 'read_settings', 'load_pause_tokens', 'load_embedder']
+           'default_instructions', 'document_instruction', 'own_files', 'read_tokenizer', 'name_base', 'write_embedder',
+           'write_settings', 'read_settings', 'load_pause_tokens']
 
 # %% ../../nbs/embed/10_embedder.ipynb #676e2cb5
 import json
@@ -161,13 +161,14 @@ class Embedder:
         setting, for a sentence-transformers model that was not made here, unless its pooling is
         named, and for a tokenizer with more tokens than the model has embeddings.
         """
-        return load_embedder(name, dtype, device, **settings)
+        return _load(name, dtype, device, settings)
 
     @property
     def dimension(self) -> int:
         "Length of a vector."
         return self.decoder.hidden_size
 
+    @torch.no_grad()
     def encode(
         self,
         texts: str | Sequence[str],
@@ -193,9 +194,23 @@ class Embedder:
         Raises `InputError` for anything but texts, for another number of instructions than texts,
         for `batch_tokens` below 1, and for `refine_steps` if the model has no soft tokens.
         """
-        return encode_texts(
-            self, texts, instruction, batch_tokens, normalize, progress, refine_steps
-        )
+        single = isinstance(texts, str)
+        texts = [texts] if single else list_of_texts(texts)
+        check_setting("batch_tokens", batch_tokens, Counting)
+        instruction = one_for_each(instruction, texts)
+        _check_numbers(refine_steps)
+        one_number = refine_steps is None or isinstance(refine_steps, Integral)
+        steps = () if one_number else (len(refine_steps),)
+        vectors = np.empty((len(texts), *steps, self.dimension), dtype=np.float32)
+        progress = False if single else progress
+        showing = progress_bar(len(texts), "encode", "text", progress=progress)
+        with evaluating(self.decoder), showing as bar:
+            for rows, ids in _token_batches(self, texts, instruction, batch_tokens):
+                vectors[rows] = _vectors(self, ids, refine_steps).float().cpu().numpy()
+                bar.update(len(rows))
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        return vectors[0] if single else vectors
 
     def encode_query(
         self,
@@ -312,43 +327,6 @@ def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Te
             "the objective 'refinement'"
         )
     return decoder(CausalDecoder.encode, pack(ids, decoder.device), embedder.pooling)
-
-# %% ../../nbs/embed/10_embedder.ipynb #30456234
-@torch.no_grad()
-def encode_texts(
-    embedder: Embedder,
-    texts: Sequence[str],  # n texts; a single string gives one vector
-    # one for all texts, or one for each; queries have one, documents usually do not
-    instruction: str | Sequence[str | None] | None = None,
-    batch_tokens: int = 8192,  # tokens in a packed batch; does not change the result
-    normalize: bool = False,  # scale every vector to length 1
-    progress: bool | None = None,  # see `progress_bar`
-    # number of soft tokens; None = as in training; a list gives the vectors of each number, in one
-    # pass
-    refine_steps: int | Sequence[int] | None = None,
-) -> np.ndarray:  # (n, d) float32; (n, k, d) for a list of k `refine_steps`
-    """The vectors of texts. A text's vector does not depend on the other texts in the call. Raises
-    `InputError` for anything but texts.
-    """
-    if isinstance(texts, str):
-        return encode_texts(
-            embedder, [texts], instruction, batch_tokens, normalize, False, refine_steps
-        )[0]
-    texts = list_of_texts(texts)
-    check_setting("batch_tokens", batch_tokens, Counting)
-    instruction = one_for_each(instruction, texts)
-    decoder = embedder.decoder
-    _check_numbers(refine_steps)
-    one = refine_steps is None or isinstance(refine_steps, Integral)
-    steps = () if one else (len(refine_steps),)
-    vectors = np.empty((len(texts), *steps, embedder.dimension), dtype=np.float32)
-    with evaluating(decoder), progress_bar(len(texts), "encode", "text", progress=progress) as bar:
-        for rows, ids in _token_batches(embedder, texts, instruction, batch_tokens):
-            vectors[rows] = _vectors(embedder, ids, refine_steps).float().cpu().numpy()
-            bar.update(len(rows))
-    if normalize:
-        vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-    return vectors
 
 # %% ../../nbs/embed/10_embedder.ipynb #169f1960
 QUERY_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -633,21 +611,10 @@ def _refuse_other_makes(name, own: Path, settings: dict) -> None:
         )
 
 
-def load_embedder(
-    name: str | os.PathLike,  # folder, hub name, adapter folder, or "SmolLM2-135M-Instruct"
-    # "float32" or "bfloat16" weights; "auto" = as stored (float16 as float32), with products in
-    # bfloat16, where the hardware supports it, else float32; "stored" = as stored
-    dtype: str = "auto",
-    device: str | torch.device | None = None,  # None = the accelerator if there is one
-    # in place of the saved ones: template, max_length, eos_token, prompt, pooling, attention,
-    # soft_tokens, decode_opening, instructions, datasets
-    **settings,
+def _load(
+    name: str | os.PathLike, dtype: str, device: str | torch.device | None, settings: dict
 ) -> Embedder:
-    """Load an embedder. A model without saved settings gets the defaults, and reads at most 512
-    tokens or its whole context. Raises `InputError`, also for a sentence-transformers model that was not
-    made here, unless its pooling is named, and for a tokenizer with more tokens than the model has
-    embeddings.
-    """
+    "See `Embedder.from_pretrained`."
     check_known(settings, _SETTINGS)
     if settings.get("max_length", 0) is None:
         del settings["max_length"]

@@ -72,7 +72,7 @@ def model_name(
 # %% ../../nbs/embed/20_encoders.ipynb #3c7e01be
 def load_model(
     name: str | os.PathLike | Embedder,
-    dtype: str = "auto",  # see `load_embedder`
+    dtype: str = "auto",  # see `Embedder.from_pretrained`
     device: str | torch.device | None = None,
     max_length: int | None = None,  # tokens of a text; None = the model's own
 ):  # → an `Embedder`, or mteb's wrapper of a sentence-transformers model

@@ -31,7 +31,6 @@ from anchor_embedding.embed.embedder import (
     SETTINGS_FILE,
     Embedder,
     default_instructions,
-    load_embedder,
     name_base,
     write_settings,
 )
@@ -471,7 +470,7 @@ def export_embedder(
     if source is None:
         embedder = model
     else:
-        embedder = load_embedder(source, "float32" if merges else "stored", "cpu")
+        embedder = Embedder.from_pretrained(source, "float32" if merges else "stored", "cpu")
     if embedder.decoder.attention != "causal":
         raise InputError(
             "other programs would read this model with causal attention, but it was trained to "

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..common.errors import InputError, one_line
-from .embedder import Embedder, load_embedder
+from .embedder import Embedder
 
 # %% ../../nbs/embed/35_onnx.ipynb #2f70f5d1
 def _weights(mask: torch.Tensor, pooling: str) -> torch.Tensor:
@@ -161,7 +161,7 @@ def write_onnx(
     `InputError`; a graph that was there before then stays.
     """
     check_packages()
-    embedder = load_embedder(folder, "float32", "cpu")
+    embedder = Embedder.from_pretrained(folder, "float32", "cpu")
     if embedder.decoder.attention != "causal" or embedder.soft_tokens:
         raise InputError(f"{folder}: ONNX takes causal models without soft tokens; use `Embedder`")
     texts = _batches(embedder)

@@ -21,7 +21,7 @@ from ..common.provenance import device_name, installed_versions
 from ..common.show import counted, facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint, without_shared_texts
-from .embedder import Embedder, encode_texts, load_embedder
+from .embedder import Embedder
 from ..model.decoder import CausalDecoder, context_of, evaluating
 from ..model.loading import check_head
 from ..model.packing import hidden_keys, pack, plain_attention
@@ -291,7 +291,7 @@ def read_vectors(
 def read_anchors(
     embedder: Embedder,
     texts: str | Sequence[str],
-    instruction: str | Sequence[str | None] | None = None,  # see `encode_texts`
+    instruction: str | Sequence[str | None] | None = None,  # see `Embedder.encode`
     **settings,  # of `read_vectors`
 ) -> Readings:
     "What the model reads from the vectors of texts. Raises `InputError`, also for empty texts."
@@ -300,7 +300,7 @@ def read_anchors(
         raise InputError("there is nothing to read: give at least one text")
     if blank := [n for n, text in enumerate(texts) if isinstance(text, str) and not text.strip()]:
         raise InputError(f"text {blank[0]} is empty; an empty text has nothing to read")
-    vectors = encode_texts(embedder, texts, instruction, progress=False)
+    vectors = embedder.encode(texts, instruction, progress=False)
     return read_vectors(embedder, vectors, texts, **settings)
 
 # %% ../../nbs/embed/30_reading.ipynb #cb427dcb
@@ -364,7 +364,8 @@ def reading_report(
     num_examples: int = 4,  # number of first pairs whose two texts are read
     provenance: dict | None = None,  # commit, data and the like, added to the report
     predict_eos: bool = False,  # as in the recipe of Stage I
-    load: dict | None = None,  # settings for `load_embedder`: dtype, device, max_length, …
+    load: dict
+    | None = None,  # settings for `Embedder.from_pretrained`: dtype, device, max_length, …
     say=print,
     **settings,  # of `read_vectors`: samples, max_new_tokens, …
 ) -> dict:  # plain values for JSON
@@ -379,7 +380,7 @@ def reading_report(
     texts = [text for pair in pairs[:num_examples] for text in (pair.query, pair.positive)]
     results = {}
     for name, path in models.items():
-        embedder = load_embedder(path, **load or {})
+        embedder = Embedder.from_pretrained(path, **load or {})
         opening = settings.get("decode_opening")
         losses = reconstruction_losses(embedder, pairs, predict_eos, opening)
         readings = read_anchors(embedder, texts, **settings)

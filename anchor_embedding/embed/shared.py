@@ -65,7 +65,7 @@ class SharedEmbedder(Embedder):
         progress=None,
         refine_steps=None,
     ) -> np.ndarray:
-        "See `encode_texts`. Raises `InputError` if the processes give different texts."
+        "See `Embedder.encode`. Raises `InputError` if the processes give different texts."
         world = self.accelerator.num_processes
         rank = self.accelerator.process_index
         progress = progress if rank == 0 else False

@@ -36,7 +36,7 @@ from anchor_embedding.common.provenance import (
 )
 from ..common.settings import closest
 from ..data.examples import Example
-from ..embed.embedder import load_embedder
+from ..embed.embedder import Embedder
 from ..model.loading import choose_dtype, find_device
 from ..model.shape import read_shape
 from ..model.text import TextTokenizer
@@ -205,7 +205,7 @@ def their_encoder(request: Request) -> Callable[..., dict]:
 # %% ../../nbs/study/70_bench.ipynb #e7b7e23d
 def encode(request: Request) -> Contest:
     "Encoding against padded batches and `SentenceTransformer.encode`."
-    embedder = load_embedder(request.base, dtype_name(request.compute), request.device)
+    embedder = Embedder.from_pretrained(request.base, dtype_name(request.compute), request.device)
     count = request.count("encode")
     pairs = drawn_pairs(embedder.tokenizer.tokenizer, -(-count // 2))
     texts = [text for pair in pairs for text in (pair.query, pair.positive)][:count]
