@@ -62,8 +62,8 @@ def check(stage, folder, watched):
     assert {name: lines[0][name] for name in gain} == pytest.approx(gain, rel=1e-4, abs=1e-5)
     final, _ = by_hand(stage.replace(base=str(folder / "final")), watched)
     assert {name: lines[-1][name] for name in final} == pytest.approx(final, rel=1e-4, abs=1e-5)
-    assert card["yardstick"] == pytest.approx(ceiling, rel=1e-4, abs=1e-5)
-    for name, nats in card["yardstick"].items():
+    assert card["ceiling"] == pytest.approx(ceiling, rel=1e-4, abs=1e-5)
+    for name, nats in card["ceiling"].items():
         for line in lines:
             share = line[f"anchor_gain_{name}"] / nats if nats > 0 else None
             assert line.get(f"share_of_ceiling_{name}") == (
@@ -153,7 +153,7 @@ def test_other_watched_pairs_have_no_ceiling(base, examples, tmp_path):
                 shutil.rmtree(tmp_path / "run" / name)
     lines, card = lines_and_card(tmp_path / "run")
     assert ["share_of_ceiling_q2d" in line for line in lines] == [True, False, False]
-    assert all("anchor_gain_q2d" in line for line in lines) and card["yardstick"] == {}
+    assert all("anchor_gain_q2d" in line for line in lines) and card["ceiling"] == {}
     assert [line for line in seen if "other pairs are watched" in line]
 
 
@@ -175,9 +175,7 @@ def test_processes_share_the_pairs_that_are_watched(base, examples, tmp_path):
 def test_a_run_through_all_of_its_pairs_says_so(base, examples, tmp_path):
     train(recipe(base, steps=5), tmp_path / "run", examples, progress=False, say=quiet)
     lines, card = lines_and_card(tmp_path / "run")
-    assert (
-        card["watched"].startswith("the batch that is trained on next") and card["yardstick"] == {}
-    )
+    assert card["watched"].startswith("the batch that is trained on next") and card["ceiling"] == {}
     assert [line["step"] for line in lines if "anchor_gain_q2d" in line] == [1, 2, 4, 5]
     assert not any("share_of_ceiling_q2d" in line for line in lines)
 
@@ -188,7 +186,7 @@ def test_nothing_is_measured_where_nothing_is_asked_for(base, examples, tmp_path
         stage = recipe(base).replace(**settings) if not asked else recipe(base, **asked)
         train(stage, tmp_path / stage.objective.name, examples, progress=False, say=quiet)
         lines, card = lines_and_card(tmp_path / stage.objective.name)
-        assert (card["watched"], card["yardstick"]) == ("", {}) and not any(
+        assert (card["watched"], card["ceiling"]) == ("", {}) and not any(
             "mean_cosine" in line for line in lines
         )
 
@@ -196,12 +194,12 @@ def test_nothing_is_measured_where_nothing_is_asked_for(base, examples, tmp_path
 def test_a_run_that_goes_on_keeps_its_ceiling(base, examples, tmp_path):
     stage = recipe(base, checkpoint_every=2)
     train(stage, tmp_path / "run", examples, progress=False, say=quiet)
-    before = lines_and_card(tmp_path / "run")[1]["yardstick"]
+    before = lines_and_card(tmp_path / "run")[1]["ceiling"]
     for name in ("final", "step-000003"):
         (tmp_path / "run" / name).rename(tmp_path / name)
     run = open_run(stage, tmp_path / "run", examples, resume=True, say=quiet)
     run.close()
-    assert run.first == 2 and run.card["yardstick"] == before and before
+    assert run.first == 2 and run.card["ceiling"] == before and before
 
 
 def test_what_is_too_long_for_a_ceiling_is_said(base, examples, tmp_path):

@@ -166,12 +166,12 @@ class Objective(Checked):
         """
         return 0
 
-    def yardstick(self, decoder, batch, tokenizer) -> dict[str, float]:
-        "Reference values for the figures of `watch`, measured on the model before training."
+    def ceiling(self, decoder, batch, tokenizer) -> dict[str, float]:
+        "Ceilings for the figures of `watch`, measured on the model before training."
         return {}
 
     def watch(
-        self, decoder, batch, accelerator, places: Sequence[int], yardstick: Mapping
+        self, decoder, batch, accelerator, places: Sequence[int], ceiling: Mapping
     ) -> dict[str, float]:
         "Figures besides the loss, for a global batch in which this process holds `places`."
         return {}

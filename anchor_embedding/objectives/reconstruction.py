@@ -289,7 +289,7 @@ class Anchored(Objective):
         "See `Objective.watch_every`."
         return self.anchor_gain_every
 
-    def yardstick(
+    def ceiling(
         self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer
     ) -> dict[str, float]:
         """Nats per token that the whole text of the counterpart would save in each direction; see
@@ -307,7 +307,7 @@ class Anchored(Objective):
         batch: TokenBatch,
         accelerator,
         places: Sequence[int],
-        yardstick: Mapping,
+        ceiling: Mapping,
     ) -> dict[str, float]:
         """See `anchor_gain`. Each gain also as a share of the ceiling, where the ceiling is known
         and above zero.
@@ -315,7 +315,7 @@ class Anchored(Objective):
         gains = anchor_gain(self, decoder, batch, accelerator, places)
         shares = {
             f"share_of_ceiling_{name}": share_of_ceiling(gains[f"anchor_gain_{name}"], nats)
-            for name, nats in yardstick.items()
+            for name, nats in ceiling.items()
             if f"anchor_gain_{name}" in gains
         }
         return gains | {name: share for name, share in shares.items() if share is not None}

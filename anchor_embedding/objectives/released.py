@@ -98,7 +98,7 @@ class ReleasedReconstruction(Anchored):
         what = f"decoding a text of max_length = {tokenizer.max_length}"
         check_positions(decoder, 1 + tokenizer.max_length, what)
 
-    def yardstick(
+    def ceiling(
         self, decoder: CausalDecoder, batch: TokenBatch, tokenizer: TextTokenizer
     ) -> dict[str, float]:
         "None: header and instruction are scored too, and the ceiling knows the texts alone."

@@ -203,9 +203,7 @@ def _measure(run: Training, done: int) -> dict[str, float]:
         batch = run.data.batch(done, run.rank, run.world, as_given=True)
         places = run.data.places(done, run.rank, run.world)
     run.decoder.eval()
-    figures = run.objective.watch(
-        run.decoder, batch, run.accelerator, places, run.card["yardstick"]
-    )
+    figures = run.objective.watch(run.decoder, batch, run.accelerator, places, run.card["ceiling"])
     run.decoder.train()
     return figures
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'check_environment', 'make_accelerator', 'wrap', 'gradient_cosine',
-           'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_yardstick', 'began_with',
+           'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_ceiling', 'began_with',
            'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_named', 'check_same_run', 'begin_run',
            'run_in_words', 'train', 'dry_run']
 
@@ -277,20 +277,20 @@ def pairs_to_watch(run: Training, heldout: Sequence[Example] | None) -> tuple[li
     return watched, f"{len(watched)} {words}"
 
 
-def first_yardstick(run: Training) -> dict[str, float]:
+def first_ceiling(run: Training) -> dict[str, float]:
     """The values with which watched figures are compared: measured for a new run, from the card for
     a resumed one.
     """
     if run.first:
         earlier = _earlier_card(run)
         if earlier.get("watched_pairs", run.card["watched_pairs"]) == run.card["watched_pairs"]:
-            return earlier.get("yardstick", {})
+            return earlier.get("ceiling", {})
         run.say("other pairs are watched than when the run began: gains have no ceiling from here")
         return {}
     if not run.watched:
         return {}
     try:
-        return run.objective.yardstick(run.decoder, watched_batch(run, 0, 1), run.data.tokenizer)
+        return run.objective.ceiling(run.decoder, watched_batch(run, 0, 1), run.data.tokenizer)
     except InputError as error:
         run.say(f"the gain is shown without its ceiling: {error}")
         return {}
@@ -424,7 +424,7 @@ def prepare(
     run.watched, run.card["watched"] = pairs_to_watch(run, heldout)
     run.card["watched_pairs"] = fingerprint(run.watched)
     check_same_inputs(run, evaluate)
-    run.card["yardstick"] = first_yardstick(run) if run.main else {}
+    run.card["ceiling"] = first_ceiling(run) if run.main else {}
     run.model = wrap(recipe, run.decoder, run.accelerator)
     run.optimizer = make_optimizer(recipe, run.decoder, start)
 
