@@ -3,6 +3,7 @@ are none.
 """
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -131,10 +132,21 @@ def test_an_iterator_says_what_its_list_says():
     assert default_instructions(record, iter(["a"])) == of_list
 
 
-@pytest.mark.parametrize("temperature", [0, -1, float("nan")])
-def test_soft_tokens_have_a_temperature(temperature):
-    with pytest.raises(InputError, match="must be above 0"):
-        SoftTokens(temperature=temperature)
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"temperature": 0}, "`soft_tokens.temperature` = 0: must be above 0"),
+        ({"temperature": -1}, "`soft_tokens.temperature` = -1: must be above 0"),
+        ({"temperature": float("nan")}, "`soft_tokens.temperature` = nan: must be finite"),
+        ({"steps": "3"}, "`soft_tokens.steps` = '3': must be a whole number"),
+        ({"steps": 0}, "`soft_tokens.steps` = 0: must be at least 1"),
+        ({"kind": "pauses"}, "`soft_tokens.kind` = 'pauses': must be one of mixture, pause"),
+        ({"vocabulary": -1}, "`soft_tokens.vocabulary` = -1: must be at least 0"),
+    ],
+)
+def test_impossible_soft_tokens_are_refused(wrong, words):
+    with pytest.raises(InputError, match=f"^{re.escape(words)}$"):
+        SoftTokens(**wrong)
 
 
 def test_one_run_is_checked_like_several():

@@ -60,6 +60,7 @@ from anchor_embedding.model.soft_tokens import (
     add_pause_tokens,
     check_context,
     refine,
+    step_numbers,
 )
 from anchor_embedding.model.text import (
     OPENINGS,
@@ -198,7 +199,8 @@ class Embedder:
         texts = [texts] if single else list_of_texts(texts)
         check_setting("batch_tokens", batch_tokens, Counting)
         instruction = one_for_each(instruction, texts)
-        _check_numbers(refine_steps)
+        if refine_steps is not None:
+            step_numbers(refine_steps)  # refused before a text is read
         one_number = refine_steps is None or isinstance(refine_steps, Integral)
         steps = () if one_number else (len(refine_steps),)
         vectors = np.empty((len(texts), *steps, self.dimension), dtype=np.float32)
@@ -304,22 +306,12 @@ def _token_batches(
             yield [start + row for row in rows], [tokens[row].ids for row in rows]
 
 # %% ../../nbs/embed/10_embedder.ipynb #9a6bfb01
-def _check_numbers(refine_steps) -> None:
-    "Raise `InputError` for anything but None, a whole number and a list of them."
-    many = isinstance(refine_steps, Sequence | np.ndarray) and not isinstance(refine_steps, str)
-    numbers = refine_steps if many else [refine_steps or 0]
-    if not all(isinstance(number, Integral) for number in numbers):
-        raise InputError(
-            f"refine_steps is {refine_steps!r}; give a whole number, or a list of whole numbers"
-        )
-
-
 def _vectors(embedder: Embedder, ids: list[list[int]], refine_steps) -> torch.Tensor:
     "(n, d) vectors of n texts; (n, k, d) if `refine_steps` is a list of k numbers."
     decoder = embedder.decoder
     soft_tokens = embedder.soft_tokens
     if soft_tokens:
-        batch = pack([soft_tokens.prefix(text) for text in ids], decoder.device)
+        batch = pack([soft_tokens.before(text) for text in ids], decoder.device)
         return decoder(refine, batch, soft_tokens, embedder.pooling, refine_steps)
     if refine_steps is not None:
         raise InputError(

@@ -4,57 +4,47 @@
 
 # %% auto #0
 __all__ = ['MIX_LOGITS', 'STEP_POOLINGS', 'SoftTokens', 'vocabulary_mix', 'PrefixCache', 'check_context', 'soft_states',
-           'add_pause_tokens', 'pause_token', 'pool_steps', 'refine']
+           'add_pause_tokens', 'pause_token', 'pool_steps', 'step_numbers', 'refine']
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #9ba48556
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
+from ..common.settings import Checked, Counting, Natural, Positive
 from .decoder import CausalDecoder, context_of
 from .fused import autocast_dtype
 from .packing import PackedBatch, TextLengths, packed_attention
 
 # %% ../../nbs/model/65_soft_tokens.ipynb #ec4c7210
 @dataclass(frozen=True, kw_only=True)
-class SoftTokens:
-    "How a text is continued before it becomes a vector."
+class SoftTokens(Checked):
+    """How a text is continued before it becomes a vector. Raises `InputError` for impossible
+    values.
+    """
 
-    steps: int = 5  # K
-    temperature: float = 1.0  # of the softmax over the vocabulary, T_s
+    prefix = "soft_tokens."  # of the names in messages
+
+    steps: Counting = 5  # K; the state of the text itself is not pooled
+    temperature: Positive = 1.0  # of the softmax over the vocabulary, T_s
     # "mixture": the vocabulary's mean under the model's prediction; "pause": trained vectors
-    kind: str = "mixture"
+    kind: Literal["mixture", "pause"] = "mixture"
     # the text ends in EOS, and the soft tokens come after it; the released code has none
     add_eos: bool = True
     # number of rows of the vocabulary that take part, from the first; 0 = all, including rows that
     # belong to no token
-    vocabulary: int = 0
+    vocabulary: Natural = 0
 
-    def __post_init__(self):
-        if self.vocabulary < 0:
-            raise InputError(
-                f"{self.vocabulary} rows of the vocabulary: give a number above 0, or 0 for all"
-            )
-        if self.steps < 1:
-            raise InputError(
-                f"{self.steps} refinement steps: a vector needs at least 1, because "
-                "the text's own last state is not pooled"
-            )
-        if not self.temperature > 0:
-            raise InputError(
-                f"temperature of the soft tokens = {self.temperature}: must be above 0"
-            )
-        if self.kind not in ("mixture", "pause"):
-            raise InputError(f"soft tokens of kind {self.kind!r}; give 'mixture' or 'pause'")
-
-    def prefix(self, ids: Sequence[int]) -> Sequence[int]:
+    def before(self, ids: Sequence[int]) -> Sequence[int]:
         """The token ids before the soft tokens, from those of a text with its EOS; an empty text
         keeps its EOS.
         """
@@ -287,6 +277,17 @@ def pool_steps(
     return states.cumsum(1) / torch.arange(1, states.shape[1] + 1, device=states.device)[:, None]
 
 
+def step_numbers(steps: int | Sequence[int]) -> list[int]:
+    "One or several numbers of steps. Raises `InputError` unless all are whole and at least 1."
+    numbers = [steps] if isinstance(steps, Integral) else steps
+    several = isinstance(numbers, Sequence | np.ndarray) and len(numbers) > 0
+    if not several or not all(isinstance(n, Integral) and n >= 1 for n in numbers):
+        raise InputError(
+            f"refine_steps is {steps!r}; give a whole number of at least 1, or a list of such numbers"
+        )
+    return [int(number) for number in numbers]
+
+
 def refine(
     decoder: CausalDecoder,
     batch: PackedBatch,  # n texts
@@ -295,15 +296,11 @@ def refine(
     # number of steps, if not `tokens.steps`; for a list, one pass gives the vectors of all
     steps: int | Sequence[int] | None = None,
 ) -> torch.Tensor:  # (n, d) float32; (n, k, d) for a list of k numbers
-    """The vectors of texts after some number of steps. Raises `InputError` for an empty list or a
-    number less than 1.
-    """
+    "The vectors of texts after some number of steps. Raises `InputError`; see `step_numbers`."
     steps = tokens.steps if steps is None else steps
-    single = isinstance(steps, Integral)
-    numbers = [steps] if single else list(steps)
-    replace(tokens, steps=min(numbers, default=0))  # checks the smallest
+    numbers = step_numbers(steps)
     tokens = replace(tokens, steps=max(numbers))
     vectors = pool_steps(soft_states(decoder, batch, tokens), pooling)
-    if single:
+    if isinstance(steps, Integral):
         return vectors[:, -1]
     return torch.stack([vectors[:, number - 1] for number in numbers], dim=1)

@@ -114,7 +114,7 @@ class Refinement(Contrastive):
         "(n, K, d) states of the texts of a micro-batch."
         tokens = self.soft_tokens
         return soft_states(
-            decoder, pack([tokens.prefix(text.ids) for text in part.texts], decoder.device), tokens
+            decoder, pack([tokens.before(text.ids) for text in part.texts], decoder.device), tokens
         )
 
     def terms(
