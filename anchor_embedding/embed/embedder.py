@@ -582,10 +582,16 @@ def load_pause_tokens(
         raise InputError(
             f"{folder / PAUSE_TOKENS} is missing or damaged ({error}); save the model again"
         ) from error
-    if values.shape != (steps, decoder.hidden_size):
+    number, size = values.shape
+    if size != decoder.hidden_size:
         raise InputError(
-            f"{folder / PAUSE_TOKENS} holds pause tokens of shape {tuple(values.shape)}, but the "
-            f"model needs {steps} of {decoder.hidden_size} numbers; save the model again"
+            f"{folder / PAUSE_TOKENS} holds pause tokens of {size} numbers, but the model's states "
+            f"have {decoder.hidden_size}; save the model again"
+        )
+    if number != steps:
+        raise InputError(
+            f"{folder / PAUSE_TOKENS} holds {number} pause tokens, not {steps}: give soft tokens "
+            f"with steps={number}, or train the model with {steps}"
         )
     add_pause_tokens(decoder, steps, values=values)
 
