@@ -12,6 +12,7 @@ __all__ = ['COLOURS', 'SPARE_COLOURS', 'INK', 'GRID', 'METRICS', 'LABELS', 'LINE
 import math
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from scipy.ndimage import gaussian_filter1d
 
 from ..common.errors import InputError
+from ..common.settings import check_setting
 from ..common.show import register_figures
 from ..objectives.objective import find_objective
 
@@ -246,8 +248,9 @@ def plot_early_stage(
     metric: str = "ndcg_at_10",  # a key of METRICS
 ) -> Figure:
     """A metric of held-out retrieval over the steps of Stage II, with BM25 and the untouched model as
-    reference lines. Raises `InputError` if nothing was evaluated.
+    reference lines. Raises `InputError` for another metric, and if nothing was evaluated.
     """
+    check_setting("metric", metric, Literal[tuple(METRICS)])
     if not any(report["arms"].values()):
         raise InputError(
             "no arm of this report has an evaluation yet: set `every` in [evaluation], or wait for "
