@@ -144,7 +144,7 @@ class NotebookItem(pytest.Item):
 
 
 class FormItem(NotebookItem):
-    """Imports in their own cells, short exported cells, a title, small outputs without local paths."""
+    """Imports in their own cells, a title, small outputs without local paths."""
 
     def runtest(self):
         faults = lint(self.path, pictures=4 if self.path.parent.name == "experiments" else 1)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from anchor_embedding.cli.arguments import (
+    PAIR_SOURCES,
     command,
     load_named_model,
     named_settings,
@@ -170,7 +171,11 @@ def _add_soft_tokens(commands) -> None:
     )
     parser.shared("model")
     parser.number("--refine-steps", "largest number of soft tokens", 20, "K")
-    parser.shared("--data", default="docstrings")
+    parser.shared(
+        "--data",
+        default="docstrings",
+        help=f"{PAIR_SOURCES} (default: docstrings, of installed packages)",
+    )
     parser.number("--heldout", "number of held-out pairs", 400)
     parser.shared("--part", default="development")
     parser.number(

@@ -87,4 +87,6 @@ def add_commands(commands) -> None:
     parser.option(
         "--base-name", "NAME", "name of the base on the hub, if it was loaded from a folder"
     )
-    parser.option("--push", "OWNER/NAME", "also upload the model to the hub, as a private one")
+    parser.option(
+        "--push", "OWNER/NAME", "also upload the model to the hub; a new repository is private"
+    )

@@ -10,7 +10,14 @@ import argparse
 import json
 from pathlib import Path
 
-from .arguments import command, named_settings, picture_format, say, user_path
+from anchor_embedding.cli.arguments import (
+    PAIR_SOURCES,
+    command,
+    named_settings,
+    picture_format,
+    say,
+    user_path,
+)
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/30_planning.ipynb #c30004
@@ -133,7 +140,7 @@ def add_commands(commands) -> None:
     parser.shared("--json")
 
     parser = command(commands, check_command, "--data pairs.jsonl --plot lengths.png")
-    parser.shared("--data", required=True)
+    parser.shared("--data", required=True, help=PAIR_SOURCES)
     parser.option(
         "--base",
         "NAME_OR_PATH",

@@ -37,7 +37,7 @@ def quickstart_command(args: argparse.Namespace) -> None:
 
 # %% ../../nbs/cli/20_training.ipynb #b20005
 def train_command(args: argparse.Namespace) -> None:
-    "Train a recipe or a pipeline; `--dry-run` only prints the loss terms of the first batch."
+    "Train a recipe or a pipeline; `--dry-run` only computes the loss of the first batch."
     from anchor_embedding.train.pipeline import Pipeline
     from anchor_embedding.train.recipe_files import load_recipe
 
@@ -219,7 +219,8 @@ def add_commands(commands) -> None:
     parser.option("--out", "DIR", "run folder (default: runs/NAME)", kind=user_path)
     parser.flag(
         "--dry-run",
-        "only the forward pass of the first batch; the last line is its loss terms as JSON",
+        "train nothing, only compute the loss of the first batch, and for Stage I in bfloat16 the "
+        "gradients of two pairs; the last line is the result as JSON",
     )
     parser.add_argument(
         "--resume",

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .arguments import command, load_named_model, say, user_path
+from .arguments import PAIR_SOURCES, command, load_named_model, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40005
@@ -68,7 +68,7 @@ def _number_or_none(text: str) -> float | None:
 
 def _add_mine(commands) -> None:
     parser = command(commands, mine_command, "--data pairs.jsonl --out mined.jsonl --model bm25")
-    parser.shared("--data", required=True)
+    parser.shared("--data", required=True, help=PAIR_SOURCES)
     parser.option(
         "--out",
         "FILE.jsonl",

@@ -450,7 +450,7 @@ def export_embedder(
     padding_side: str = "right",  # or "left"; the vectors are the same
     base: str | None = None,  # the base's name on the hub, if it was loaded from a folder
     license: str | None = None,  # of the base, if it is not found
-    push: str | None = None,  # "owner/name" of a private repository to upload it to
+    push: str | None = None,  # "owner/name" on the hub, to upload it to
     onnx: bool = False,  # also write the model's graph to onnx/model.onnx; see `write_onnx`
 ) -> Path:  # `folder`
     """Write a sentence-transformers model that gives the same vectors in the same dtype (other
