@@ -364,8 +364,8 @@ def reading_report(
     num_examples: int = 4,  # number of first pairs whose two texts are read
     provenance: dict | None = None,  # commit, data and the like, added to the report
     predict_eos: bool = False,  # as in the recipe of Stage I
-    load: dict
-    | None = None,  # settings for `Embedder.from_pretrained`: dtype, device, max_length, …
+    # settings for `Embedder.from_pretrained`: dtype, device, max_length, …
+    load: dict | None = None,
     say=print,
     **settings,  # of `read_vectors`: samples, max_new_tokens, …
 ) -> dict:  # plain values for JSON
