@@ -591,7 +591,7 @@ def load_pause_tokens(
     if number != steps:
         raise InputError(
             f"{folder / PAUSE_TOKENS} holds {number} pause tokens, not {steps}: give soft tokens "
-            f"with steps={number}, or train the model with {steps}"
+            f"with steps={number}, or save the model again"
         )
     add_pause_tokens(decoder, steps, values=values)
 
