@@ -283,7 +283,8 @@ def step_numbers(steps: int | Sequence[int]) -> list[int]:
     several = isinstance(numbers, Sequence | np.ndarray) and len(numbers) > 0
     if not several or not all(isinstance(n, Integral) and n >= 1 for n in numbers):
         raise InputError(
-            f"refine_steps is {steps!r}; give a whole number of at least 1, or a list of such numbers"
+            f"refine_steps is {steps!r}; give a whole number of at least 1, or a list of such "
+            "numbers"
         )
     return [int(number) for number in numbers]
 
