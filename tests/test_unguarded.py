@@ -282,7 +282,7 @@ def test_pairs_beyond_the_context_are_refused_before_the_first_step(pairs, tmp_p
         settings["teacher"] = str(tmp_path / "base")
     recipe = small(tmp_path / "base", pairs, **settings)
     with pytest.raises(
-        InputError, match=r"two texts of max_length = 40.* has 64; lower max_length"
+        InputError, match=r"a pair of texts of max_length = 40 .* has 64; lower max_length"
     ):
         train(recipe, tmp_path / "run", progress=False, say=quiet)
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ from ..common.show import counted, facts_html
 from ..data.batches import Instructions, tokenize_batch
 from ..data.examples import Example, fingerprint, without_shared_texts
 from .embedder import Embedder
-from ..model.decoder import CausalDecoder, context_of, evaluating
+from ..model.decoder import CausalDecoder, check_positions, evaluating
 from ..model.loading import check_head
 from ..model.packing import hidden_keys, pack, plain_attention
 from ..model.text import list_of_texts, opening_ids
@@ -79,12 +79,8 @@ def _check_request(
             "temperature must be above 0 and top_p above 0 and at most 1, not "
             f"{temperature} and {top_p}"
         )
-    context = context_of(decoder)
-    if opening + max_new_tokens > context:
-        raise InputError(
-            f"{max_new_tokens} tokens after an opening of {opening} exceed the "
-            f"model's context of {context}; lower max_new_tokens"
-        )
+    what = f"a reading of {max_new_tokens} tokens after an opening of {opening}"
+    check_positions(decoder, opening + max_new_tokens, what, "lower max_new_tokens")
 
 
 def _chooser(

@@ -143,13 +143,15 @@ def context_of(decoder: CausalDecoder) -> float:
     return context
 
 
-def check_positions(decoder: CausalDecoder, longest: int, what: str) -> None:
-    "Raise `InputError` if `what` needs more positions than the model's context has."
+def check_positions(
+    decoder: CausalDecoder, longest: int, what: str, remedy: str = "lower max_length"
+) -> None:
+    "Raise `InputError`, with the remedy, if `what` needs more than the model's positions."
     context = context_of(decoder)
     if longest > context:
         raise InputError(
             f"{what} needs {longest} positions, {type(decoder.causal_lm).__name__} has {context}; "
-            "lower max_length"
+            f"{remedy}"
         )
 
 # %% ../../nbs/model/50_decoder.ipynb #e1fdb071
@@ -182,14 +184,10 @@ def check_echo(decoder: CausalDecoder, pooling: str, max_length: int) -> None:
     """Raise `InputError` if the model's context is too short to read a text of `max_length` tokens
     twice.
     """
-    context = context_of(decoder)
-    if pooling.startswith("echo_") and 2 * max_length - 1 > context:
-        raise InputError(
-            f"pooling {pooling!r} reads every text twice: max_length {max_length} needs "
-            f"{2 * max_length - 1} positions, "
-            f"{type(decoder.causal_lm).__name__} has {context}; set max_length to at most "
-            f"{(context + 1) // 2}"
-        )
+    if pooling.startswith("echo_"):
+        what = f"pooling {pooling!r} reads every text twice: max_length {max_length}"
+        remedy = f"set max_length to at most {(context_of(decoder) + 1) // 2}"
+        check_positions(decoder, 2 * max_length - 1, what, remedy)
 
 # %% ../../nbs/model/50_decoder.ipynb #849d3d63
 def _demand(holds: bool, fault: str) -> None:

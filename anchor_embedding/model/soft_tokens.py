@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.errors import InputError
 from ..common.settings import Checked, Counting, Natural, Positive
-from .decoder import CausalDecoder, context_of
+from .decoder import CausalDecoder, check_positions
 from .fused import autocast_dtype
 from .packing import PackedBatch, TextLengths, packed_attention
 
@@ -169,12 +169,8 @@ def _attend_blocks(query, blocks, visible, scale, dropout):
 # %% ../../nbs/model/65_soft_tokens.ipynb #de776b24
 def check_context(decoder: CausalDecoder, longest: int, steps: int) -> None:
     "Raise `InputError` if `longest` tokens and `steps` soft tokens exceed the model's context."
-    context = context_of(decoder)
-    if longest + steps > context:
-        raise InputError(
-            f"{longest} tokens and {steps} refinement steps exceed the model's "
-            f"context of {context}; lower max_length or the steps"
-        )
+    what = f"a text of {longest} tokens with {steps} refinement steps"
+    check_positions(decoder, longest + steps, what, "lower max_length or the steps")
 
 
 def _pass(decoder, positions, attend, **inputs):

@@ -110,7 +110,7 @@ class DistilledReconstruction(Reconstruction):
         check_vocabulary(teacher, tokenizer, f"`teacher` = {self.teacher!r}")
         target = min(tokenizer.room + self.predict_eos, self.target_tokens or tokenizer.max_length)
         longest = len(self.before) + tokenizer.room + len(self.between) + target - 1
-        what = f"for the teacher, two texts of max_length = {tokenizer.max_length}"
+        what = f"for the teacher, a pair of texts of max_length = {tokenizer.max_length}"
         check_positions(teacher, longest, what)
 
     def taught_states(

@@ -45,7 +45,7 @@ class LanguageModel(TokenMeans):
         "See `Objective.check_context`."
         both = 2 * tokenizer.room - 1  # the last target is not read
         longest = len(self.before) + len(self.between) + both
-        what = f"two texts of max_length = {tokenizer.max_length}, one after the other,"
+        what = f"a pair of texts of max_length = {tokenizer.max_length}"
         check_positions(decoder, longest, what)
 
     def weights(self) -> dict[str, float]:
