@@ -305,6 +305,7 @@ def test_a_pipeline_without_stage_1_trains_on_what_it_would_hold_out_for_it(base
         {"query": f"what is {words(i, 5)} {i}?", "positive": f"{words(3 * i, 6)} {i}"}
         for i in range(40)
     ]
+    rows[0]["score"] = 0.1
     (tmp_path / "data").mkdir()
     for name, part in (("train", rows[:30]), ("val", rows[30:])):
         text = "".join(json.dumps(row) + "\n" for row in part)
@@ -325,3 +326,6 @@ def test_a_pipeline_without_stage_1_trains_on_what_it_would_hold_out_for_it(base
         assert any(line.startswith(counts) for line in said), said
         assert any(line.endswith("may be a test split: val.jsonl") for line in said), said
         assert any(line.endswith("data: not read: more.tsv") for line in said), said
+        assert any("data: fields that are not read: score; every row" in line for line in said), (
+            said
+        )

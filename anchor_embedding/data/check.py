@@ -27,7 +27,7 @@ from anchor_embedding.data.examples import (
     hash64,
     raw_negatives,
 )
-from .rows import BadRow, is_pair_column
+from .rows import BadRow, unread_fields, unread_sentence
 from .sources import Part, find_parts, held_out_files, not_read
 from .store import LISTED, ExampleStore, counted_parts
 from ..model.text import clean
@@ -107,14 +107,6 @@ def _figures(tally):
     }
 
 # %% ../../nbs/data/35_check.ipynb #5e9e6ff8
-def _unused(row: dict) -> list[str]:
-    "The fields of a row that no example has: of unknown names, and after one of the same meaning."
-    twice = []
-    for names in (QUERY, ("positive_passages", *POSITIVE)):
-        twice += [name for name in names if row.get(name) is not None][1:]
-    return [name for name in row if not is_pair_column(name)] + twice
-
-
 def _check_part(
     part: Part, tallies: dict, bad: list[str], ignored: set[str], opened, measure
 ) -> int:
@@ -140,7 +132,7 @@ def _check_part(
             empty = False
             name = part.dataset
             if isinstance(row, dict):
-                ignored.update(_unused(row))
+                ignored.update(unread_fields(row))
                 if isinstance(row.get("dataset"), str):
                     name = clean(row["dataset"]).strip() or name
                 tally(name).add_empty(row)
@@ -285,14 +277,6 @@ def _own_negatives(check):
     )
 
 
-def _ignored_fields(check):
-    "A sentence about fields that are not read; empty if there are none."
-    if not check.ignored:
-        return ""
-    names = ", ".join(check.ignored[:LISTED])
-    return f"fields that are not read: {names}; every row is a positive pair, whatever they hold"
-
-
 def _held_out(check):
     "A sentence about files that may not be meant for training; empty if there are none."
     names = ", ".join(check.held_out)
@@ -308,7 +292,7 @@ def _check_text(check):
         rows_text(_SIZES, _size_rows(check)),
     ]
     lines += ["", rows_text(_FAULTS, _fault_rows(check))]
-    for sentence in (_own_negatives(check), _ignored_fields(check), _held_out(check)):
+    for sentence in (_own_negatives(check), unread_sentence(check.ignored), _held_out(check)):
         lines += ["", sentence] if sentence else []
     if check.bad:
         lines += [
@@ -324,7 +308,7 @@ def _check_html(check):
     bad = "".join(f"<li>{escape(message)}</li>" for message in check.bad)
     tables = rows_html("Sizes", _SIZES, _size_rows(check))
     tables += rows_html("Faults", _FAULTS, _fault_rows(check))
-    sentences = (_own_negatives(check), _ignored_fields(check), _held_out(check))
+    sentences = (_own_negatives(check), unread_sentence(check.ignored), _held_out(check))
     own = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
     return (
         f"<p>{escape(_check_title(check))}; {escape(check.unit)}: median / 95th percentile / "

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BadRow', 'open_binary', 'reached', 'ending_of', 'is_readable', 'entries_beside', 'check_names', 'file_lines',
-           'jsonl_rows', 'csv_rows', 'csv_pairs', 'is_pair_column', 'parquet_rows', 'arrow_rows', 'qrels_rows',
-           'beir_rows']
+           'jsonl_rows', 'csv_rows', 'csv_pairs', 'is_pair_column', 'unread_fields', 'unread_sentence', 'parquet_rows',
+           'arrow_rows', 'qrels_rows', 'beir_rows']
 
 # %% ../../nbs/data/12_rows.ipynb #60e50003
 import csv
@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -266,6 +266,24 @@ def is_pair_column(name):
     "Whether a column of this name is part of an example."
     others = ("dataset", "label", "positive_passages", "negative_passages")
     return name in (*QUERY, *POSITIVE, *others) or bool(NEGATIVES.fullmatch(name))
+
+
+def unread_fields(row: dict) -> list[str]:
+    "The fields of a row that no example has: of unknown names, and after one of the same meaning."
+    twice = []
+    for names in (QUERY, ("positive_passages", *POSITIVE)):
+        twice += [name for name in names if row.get(name) is not None][1:]
+    return [name for name in row if not is_pair_column(name)] + twice
+
+
+def unread_sentence(
+    fields: Sequence[str],  # see `unread_fields`
+) -> str:
+    "A sentence about fields that are not read; empty if there are none."
+    if not fields:
+        return ""
+    names = ", ".join(fields[:20])
+    return f"fields that are not read: {names}; every row is a positive pair, whatever they hold"
 
 
 def parquet_rows(path, opened, wanted=is_pair_column):

@@ -37,13 +37,12 @@ from .examples import Example, fingerprint_line
 from .rows import BadRow
 from anchor_embedding.data.sources import (
     find_parts,
-    held_out_files,
-    not_read,
     part_examples,
+    remarks,
 )
 
 # %% ../../nbs/data/30_store.ipynb #5ae39db1
-_FORMAT = 5  # version of the file format and of how rows are read; raise it with them
+_FORMAT = 6  # version of the file format and of how rows are read; raise it with them
 _SCHEMA = pa.schema({
     "query": pa.string(),
     "positive": pa.string(),
@@ -96,11 +95,12 @@ def _write_store(parts, on_bad_row, folder, opened):
     digest = hashlib.sha256()
     bad = []
     bad_rows = 0
+    unread = set()
 
     def good_rows():
         nonlocal bad_rows
         for part in parts:
-            for item in part_examples(part, on_bad_row, opened):
+            for item in part_examples(part, on_bad_row, opened, unread):
                 if isinstance(item, BadRow):
                     bad_rows += 1
                     if len(bad) < LISTED:
@@ -122,6 +122,7 @@ def _write_store(parts, on_bad_row, folder, opened):
         "fingerprint": digest.hexdigest()[:16],
         "bad_rows": bad_rows,
         "bad": bad,
+        "unread": sorted(unread),
     }
 
 # %% ../../nbs/data/30_store.ipynb #001a6690
@@ -255,6 +256,7 @@ class ExampleStore(_Columns, Sequence):
         self.bad: tuple[str, ...] = tuple(
             description["bad"]
         )  # messages about the first `LISTED` of them
+        self.unread: tuple[str, ...] = tuple(description["unread"])  # fields that no example has
 
     def __len__(self):
         return int(self._mapped.starts[-1])
@@ -415,8 +417,6 @@ def open_examples(
                 store = ExampleStore(folder, source)
     if store.bad_rows:
         say(f"{source}: {counted(store.bad_rows, 'bad row')} left out; the first: {store.bad[0]}")
-    if names := not_read(source):
-        say(f"{source}: not read: {', '.join(names)}")
-    if names := held_out_files(source):
-        say(f"{source}: read although it may be a test split: {', '.join(names)}")
+    for line in remarks(source, store.unread):
+        say(line)
     return store

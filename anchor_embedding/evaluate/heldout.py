@@ -18,7 +18,7 @@ from ..common.errors import InputError
 from ..common.show import counted
 from ..data.docstrings import docstring_pairs, heldout_part
 from ..data.examples import Example, same_text
-from ..data.sources import held_out_files, not_read, read_examples
+from ..data.sources import read_examples, remarks
 from .retrieval import HeldoutRetrieval, connected
 
 # %% ../../nbs/evaluate/12_heldout.ipynb #8a61c0d2
@@ -201,11 +201,10 @@ def split_pairs(
             labels = docstrings.heldout_package_of
             parts = split_by_package(pool, docstrings.heldout_package_of, num_heldout, draw)
     else:
-        rest = read_examples(data, on_bad_row)
-        if say and (names := not_read(data)):
-            say(f"{data}: not read: {', '.join(names)}")
-        if say and (names := held_out_files(data)):
-            say(f"{data}: read although it may be a test split: {', '.join(names)}")
+        unread = set()
+        rest = read_examples(data, on_bad_row, unread)
+        for line in remarks(data, unread) if say else ():
+            say(line)
         pool = list(rest)
         source = {"data": data}
         most = len(rest) // 2
