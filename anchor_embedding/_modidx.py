@@ -37,6 +37,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments.named_settings': ( 'cli/arguments.html#named_settings',
                                                                                                    'anchor_embedding/cli/arguments.py'),
+                                                'anchor_embedding.cli.arguments.not_empty': ( 'cli/arguments.html#not_empty',
+                                                                                              'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments.note_if_busy': ( 'cli/arguments.html#note_if_busy',
                                                                                                  'anchor_embedding/cli/arguments.py'),
                                                 'anchor_embedding.cli.arguments.picture_format': ( 'cli/arguments.html#picture_format',

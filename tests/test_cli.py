@@ -146,6 +146,29 @@ def test_usage_errors_exit_2(arguments):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["encode", "", "--in", "texts.txt", "--out", "vectors"],
+        ["encode", "model", "--in", "", "--out", "vectors"],
+        ["encode", "model", "--in", "texts.txt", "--out", ""],
+        ["search", "model", "", "a question"],
+        ["eval", "model", "--tasks", "SciFact", "--tasks-dir", ""],
+        ["sweep", "", "--tasks", "SciFact"],
+        ["compare", ""],
+        ["train", "stage1", "--resume", ""],
+        ["train", "stage1", "--out", ""],
+        ["mine", "", "--data", "pairs.jsonl", "--out", "mined.jsonl"],
+    ],
+)
+def test_an_empty_name_is_not_the_working_folder(arguments, capsys):
+    """That of a variable that is not set."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert re.search(r"empty; .* set the variable in it", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("recipe", "terms"),
     [("stage1", {"q2d", "d2q", "loss"}), ("stage2", {"infonce"}), ("baseline", {"infonce"})],
 )

@@ -9,7 +9,7 @@ __all__ = ['evaluate_command', 'sweep_command', 'compare_command', 'add_commands
 import argparse
 from pathlib import Path
 
-from .arguments import SHARED, command, say, user_path
+from .arguments import SHARED, command, not_empty, say, user_path
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/60_scoring.ipynb #f60004
@@ -77,7 +77,7 @@ def add_commands(commands) -> None:
     )
     sweeping = command(commands, sweep_command, "runs/stage2 --tasks SciFact --every 50")
     scoring.add_argument("models", nargs="+", **SHARED["model"])
-    sweeping.add_argument("run_folder", type=Path, metavar="RUN", help="a run folder")
+    sweeping.add_argument("run_folder", type=user_path, metavar="RUN", help="a run folder")
     sweeping.number("--every", "steps between scored checkpoints; 0 scores all", 0)
     for parser in (scoring, sweeping):
         parser.option(
@@ -104,6 +104,7 @@ def add_commands(commands) -> None:
     parser = command(commands, compare_command, "evaluations --out table.md")
     parser.add_argument(
         "scores",
+        type=not_empty,
         nargs="+",
         metavar="SCORES",
         help="a scores.json, a folder written by `anchor eval`, or a run",

@@ -12,7 +12,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from .arguments import command, named_settings, note_if_busy, say, user_path
+from anchor_embedding.cli.arguments import (
+    command,
+    named_settings,
+    not_empty,
+    note_if_busy,
+    say,
+    user_path,
+)
 from ..common.errors import InputError
 from ..common.files import near_path, read_json
 
@@ -224,6 +231,7 @@ def add_commands(commands) -> None:
     )
     parser.add_argument(
         "--resume",
+        type=not_empty,
         nargs="?",
         const=True,
         default=False,

@@ -17,7 +17,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .arguments import PAIR_SOURCES, command, load_named_model, say, user_path
+from anchor_embedding.cli.arguments import (
+    PAIR_SOURCES,
+    command,
+    load_named_model,
+    not_empty,
+    say,
+    user_path,
+)
 from ..common.errors import InputError
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40005
@@ -291,6 +298,7 @@ def _add_encode(commands) -> None:
         "SOURCE",
         "JSONL, CSV or Parquet with `text` (and `id`), a file with one text per line, a folder of "
         "these, or - for standard input (JSONL, or one text per line)",
+        kind=not_empty,
         dest="texts",
         required=True,
     )

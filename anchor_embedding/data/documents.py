@@ -93,6 +93,8 @@ def find_files(
     """The files of a corpus, in the order of their names; of a BEIR folder only its corpus. Raises
     `InputError`.
     """
+    if source == "":  # as a path this would be the working folder
+        raise InputError("no texts are named; give the path of a file, or of a folder of files")
     with reached(source):
         return _files(Path(source))
 
