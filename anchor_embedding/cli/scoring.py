@@ -76,7 +76,8 @@ def add_commands(commands) -> None:
         commands, evaluate_command, "runs/quickstart/primed --tasks STS12,SciFact", "eval"
     )
     sweeping = command(commands, sweep_command, "runs/stage2 --tasks SciFact --every 50")
-    scoring.add_argument("models", nargs="+", **SHARED["model"])
+    whose = SHARED["model"]["help"] + "; or bm25, for tasks of search"
+    scoring.add_argument("models", nargs="+", **SHARED["model"] | {"help": whose})
     sweeping.add_argument("run_folder", type=user_path, metavar="RUN", help="a run folder")
     sweeping.number("--every", "steps between scored checkpoints; 0 scores all", 0)
     for parser in (scoring, sweeping):

@@ -28,7 +28,7 @@ from ..common.progress import progress_bar
 from ..common.provenance import code_digest, installed_versions, source_commit
 from ..common.settings import as_list
 from ..embed.embedder import Embedder
-from ..embed.encoders import load_model, model_name
+from ..embed.encoders import model_name
 from .candidate import Candidate, describe_loaded, find_candidate
 from .encoder import MAX_LENGTH, MtebEncoder, VectorStore
 from .local_tasks import open_tasks, task_size
@@ -256,7 +256,7 @@ def _run_tasks(
 # %% ../../nbs/evaluate/40_benchmark.ipynb #3cdc7df7
 def _score(
     candidate: Candidate,
-    loaded,  # by `load_model`
+    loaded,  # by `Candidate.load`
     waiting: dict,  # name → mteb's task object
     file: ScoresFile,
     opened: Sequence[str],  # names of all requested tasks
@@ -315,7 +315,7 @@ def _how_asked(candidate: Candidate, opened: dict) -> str:
 
 
 def evaluate(
-    model: str | os.PathLike | Embedder,  # see `load_model`
+    model: str | os.PathLike | Embedder,  # see `load_model`; or "bm25"
     tasks: str | Sequence[str] | None = None,  # see `local_tasks.open_tasks`
     # folder for `NAME/scores.json`, and for `results/` in the form for mteb's leaderboard
     out: str | os.PathLike = "evaluations",
@@ -342,7 +342,7 @@ def evaluate(
         asked = _how_asked(candidate, opened)
         say(f"== {title}: {asked}" if title else asked)
     folder = Path(out) / f"{name or model_name(model)}{candidate.suffix}"
-    if candidate.style is None:
+    if candidate.style is None and not candidate.is_bm25:
         say(
             f"{folder.name}: prompts, length and dtype are the model's own (a "
             "sentence-transformers model that this package did not export)"
@@ -357,7 +357,7 @@ def evaluate(
         _note_reused([name for name in opened if name not in waiting], file)
         _note_replaced(waiting, file)
         if waiting:
-            loaded = load_model(candidate.model, dtype, device)
+            loaded = candidate.load(dtype, device)
             _score(candidate, loaded, waiting, file, list(opened), progress, options)
         return file.of(list(opened))
 
