@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from test_cli import failure
 
 from anchor_embedding.cli.main import main
@@ -20,6 +21,7 @@ from anchor_embedding.study.budget import contestants, entrants_of, flops_per_st
 from anchor_embedding.study.calibration import against_itself, same_method_runs
 from anchor_embedding.study.report import seed_figures
 from anchor_embedding.study.tournament import differences, tournament
+from anchor_embedding.train import prepare
 from anchor_embedding.train.pipeline import from_toml
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.runs import read_log
@@ -208,6 +210,22 @@ def test_operations_are_those_of_the_texts_as_they_are_read(base):
 
     # 32 tokens are read of the long document, in both cases
     assert cost(WORDS[:20]) == cost(30 * WORDS)
+
+
+def test_operations_are_those_of_the_budget_that_this_machine_chooses(base, monkeypatch):
+    (arm,) = contestants(["baseline"], small(base)).values()
+    (recipe,) = arm.stages.values()
+
+    def cost(budget):
+        stages = {name: recipe.replace(token_budget=budget) for name in arm.stages}
+        return flops_per_step(replace(arm, stages=stages), str(base), ROWS)
+
+    # so little memory that a step has several micro-batches, each read twice
+    monkeypatch.setattr(prepare, "least_free", lambda device: 1e5)
+    chosen = prepare.fit_to_device(
+        recipe.replace(token_budget="auto"), torch.device("cpu"), say=lambda text: None
+    )
+    assert cost("auto") == cost(chosen.token_budget) != cost(100_000)
 
 
 def test_stages_keep_their_shares_and_the_rate_its_course():

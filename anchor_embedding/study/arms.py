@@ -33,7 +33,6 @@ from ..embed.embedder import Embedder
 from ..embed.vectors import unit
 from ..evaluate.heldout import SplitPairs
 from ..evaluate.retrieval import HeldoutRetrieval, mean_cosine, rank_metrics
-from ..model.shape import read_shape
 from ..model.text import TextTokenizer
 from anchor_embedding.study.duration import (
     REST,
@@ -44,6 +43,7 @@ from anchor_embedding.study.duration import (
     work_done,
     work_of_arms,
 )
+from ..train.inputs import find_shape
 from ..train.pipeline import Pipeline, from_toml, shared_stages
 from ..train.prepare import instructions_record, named_files, prepare_tokenizer
 from ..train.recipe import Recipe
@@ -74,6 +74,29 @@ def _check_finished(folder: Path, recipe: Recipe) -> None:
         before = read_card(card)
         now = named_files(recipe, before.get("datasets"), say=lambda text: None)
         check_named(recipe, before, now, card)
+
+
+def _check_whole(folder: Path, recipe: Recipe, model: Path) -> None:
+    """Raise `InputError` if a finished stage of the arm at `model` lacks what the report needs: its
+    card, the line of a step, or an evaluation.
+    """
+    every = recipe.eval_every
+    due = {
+        "card.json": (),
+        "metrics.jsonl": range(1, recipe.steps + 1),
+        "evals.jsonl": (0, *range(every, recipe.steps, every), recipe.steps) if every else (),
+    }
+    for name, steps in due.items():
+        path = folder / name
+        lost = [] if path.exists() or (name == "evals.jsonl" and not every) else ["is gone"]
+        if steps and path.exists():
+            missing = sorted({*steps} - {line["step"] for line in read_log(path)})
+            lost += [f"has no line of step {step}" for step in missing[:1]]
+        if lost:
+            raise InputError(
+                f"{path} {lost[0]}, which the report needs: put the folder back, or remove {model} "
+                f"and {folder.parent / model.name}-*: the arm is trained again"
+            )
 
 
 def _hand_over(final: Path, model: Path) -> None:
@@ -121,12 +144,7 @@ def run_arm(
     for stage, folder in folders.items():
         if finished or (folder / "final").exists():
             _check_finished(folder, arm.stages[stage])
-            if not (folder / "metrics.jsonl").exists():
-                raise InputError(
-                    f"{folder / 'metrics.jsonl'} is gone, which the report needs: put the folder "
-                    f"back, or remove {out / arm.name} and {out / 'runs' / arm.name}-*: the arm is "
-                    "trained again"
-                )
+            _check_whole(folder, arm.stages[stage], out / arm.name)
     if finished:
         return folders
     for place, (stage, recipe) in enumerate(arm.stages.items()):
@@ -150,6 +168,7 @@ def run_arm(
             except Stopped as stopped:
                 stopped.remedy = "the same command goes on from there"
                 raise
+            _check_whole(folder, recipe, out / arm.name)
         base = folder / "final"
     _hand_over(base, out / arm.name)
     return folders
@@ -341,13 +360,21 @@ def arm_evaluations(
 # %% ../../nbs/study/48_arms.ipynb #af67d9bf
 def measured_work(
     arms: Mapping[str, Pipeline],
-    base: str,  # folder
+    base: str,  # folder or hub name
     train: Sequence[Example],
     heldout: HeldoutRetrieval,
-) -> tuple[Work, float]:  # and the operations a second of this machine
-    "The work of the arms, and the speed of this machine from encoding 48 texts."
+    say: Callable[[str], None] = print,
+) -> tuple[Work, float | None]:  # and the operations a second of this machine
+    """The work of the arms, and the speed of this machine from encoding 48 texts. For a base whose
+    operations cannot be counted, a step or an evaluation is the unit of work, without a speed.
+    """
     embedder = base_embedder(last_stage(arms), base)
-    shape = read_shape(base)
+    try:
+        shape, _ = find_shape(base)
+    except InputError as error:
+        say(f"how long this takes cannot be estimated: {error}")
+        names = [f"{name}/{stage}" for name, arm in arms.items() for stage in arm.stages]
+        return Work(dict.fromkeys(names, 1.0), evaluation=1.0), None
     texts = [*heldout.queries, *heldout.documents]
     work = work_of_arms(arms, embedder, shape, train, texts)
     some = random.Random(0).sample(texts, min(48, len(texts)))
@@ -357,7 +384,7 @@ def measured_work(
 def run_arms(
     arms: Mapping[int, Mapping[str, Pipeline]],  # seed → name → a pipeline of one arm
     out: Path,
-    base: str,  # folder
+    base: str,  # folder or hub name
     pairs: SplitPairs,
     evaluate: HeldoutEvaluation,
     progress: bool | None = None,  # see `progress_bar`
@@ -366,7 +393,7 @@ def run_arms(
     "Train every arm with every seed, under one progress bar. Finished work is not repeated."
     first = min(arms)
     places = {seed: seed_folder(out, seed, first) for seed in arms}
-    work, speed = measured_work(arms[first], base, pairs.train, evaluate.heldout)
+    work, speed = measured_work(arms[first], base, pairs.train, evaluate.heldout, say)
     shared = {seed: shared_runs(same_seed, places[seed]) for seed, same_seed in arms.items()}
     whole = 0.0
     done = 0.0
@@ -381,11 +408,12 @@ def run_arms(
                 whole_stage = work.of_stage(key, recipe)
                 whole += whole_stage
                 done += whole_stage if finished else work_done(work, key, recipe, folder)
-    say(
-        f"about {in_words(REST * (whole - done) / speed)} on this machine, from its speed with "
-        f"{counted(torch.get_num_threads(), 'thread')}"
-        f"{', and the time of the MTEB tasks' if evaluate.tasks else ''}"
-    )
+    if speed:
+        say(
+            f"about {in_words(REST * (whole - done) / speed)} on this machine, from its speed with "
+            f"{counted(torch.get_num_threads(), 'thread')}"
+            f"{', and the time of the MTEB tasks' if evaluate.tasks else ''}"
+        )
     with progress_bar(100, "all arms", "%", initial=100 * done / whole, progress=progress) as bar:
         job = Job(work, whole, bar)
 

@@ -19,11 +19,13 @@ from ..common.errors import InputError
 from ..data.examples import Example
 from ..embed.embedder import read_tokenizer
 from ..evaluate.heldout import SplitPairs
+from ..model.loading import choose_device
 from .report import read_metrics
 from ..train.inputs import find_shape, lengths_of
 from ..train.overrides import override
 from ..train.pipeline import EvaluationPlan, Pipeline, check_run_folders
 from ..train.plan import plan
+from ..train.prepare import fit_to_device
 from ..train.recipe import Recipe, RunSettings
 from ..train.recipe_files import load_recipe
 from ..train.stage import train
@@ -159,14 +161,22 @@ def spend(
 # %% ../../nbs/study/58_budget.ipynb #7f746e88
 def flops_per_step(entrant: Pipeline, base: str, train: Sequence[Example]) -> dict[str, float]:
     """Floating-point operations per step of every stage, see `plan`, with the lengths of the texts
-    as the stage reads them: cut to its `max_length`, with its template and its instructions.
+    as the stage reads them: cut to its `max_length`, with its template and its instructions. "auto"
+    is settled as training settles it on this machine. Raises `InputError` for a base whose
+    operations cannot be counted.
     """
-    shape = find_shape(base)[0]
+    try:
+        shape, _ = find_shape(base)
+    except InputError as error:
+        raise InputError(
+            f"a tournament counts operations, which fails for this base: {error}"
+        ) from None
     tokenizer = read_tokenizer(base)
     costs = {}
     for stage, recipe in entrant.stages.items():
-        lengths = lengths_of(recipe, train, tokenizer)
-        costs[stage] = sum(plan(recipe, mean_lengths=lengths, shape=shape).flops.values())
+        settled = fit_to_device(recipe.replace(base=base), choose_device(), say=lambda text: None)
+        lengths = lengths_of(settled, train, tokenizer)
+        costs[stage] = sum(plan(settled, mean_lengths=lengths, shape=shape).flops.values())
     return costs
 
 

@@ -272,11 +272,31 @@ def _pretext_losses(report):
     sentences = []
     for key in pretext_rows(report):
         name, unit = loss_names(stage_objective(report, key))
-        rows = report["losses"][key]
-        course = f"from {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}"
+        courses = {"": [row["loss"] for row in report["losses"][key]]}
+        if _trains_one_direction(report, key):
+            courses = {
+                f" ({name.upper()})": losses
+                for name, losses in _by_direction_losses(report["losses"][key]).items()
+            }
+        course = " and ".join(
+            f"from {losses[0]:.2f} to {losses[-1]:.2f}{direction}"
+            for direction, losses in courses.items()
+        )
         words = f" nats per {unit}" if unit else ""
         sentences.append(f"{key}: the {name} loss went {course}{words}.")
     return sentences
+
+
+def _trains_one_direction(report, key):
+    "Whether each step of a stage trains only one direction, whose loss is that of the step."
+    recipe = report.get("card", {}).get("recipes", {}).get(key.rpartition("/")[2], {})
+    return recipe.get("interleave") == "step"
+
+
+def _by_direction_losses(rows):
+    "Direction → its losses, of the steps that trained it."
+    found = {name: [row[name] for row in rows if row.get(name)] for name in ("q2d", "d2q")}
+    return {name: losses for name, losses in found.items() if losses}
 
 
 def _anchor_use(report):
@@ -292,6 +312,9 @@ def _anchor_use(report):
     for key, measured in stages.items():
         which = f" of {key}" if len(stages) > 1 else ""
         last = measured[-1]
+        if _trains_one_direction(report, key):  # the last loss of each direction
+            losses = _by_direction_losses(report["losses"][key])
+            last = last | {name: of_direction[-1] for name, of_direction in losses.items()}
         gains = anchor_gains(last)
         before = anchor_gains(measured[0])
         lines.append(
