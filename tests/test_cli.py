@@ -31,9 +31,12 @@ from anchor_embedding.embed.embedder import Embedder
 from anchor_embedding.embed.reading import read_anchors
 from anchor_embedding.embed.search import search_corpus
 from anchor_embedding.evaluate import comparison
+from anchor_embedding.model.loading import load_decoder
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.study.budget import contestants
 from anchor_embedding.train import recipe_files
+from anchor_embedding.train.prepare import prepare_tokenizer
+from anchor_embedding.train.recipe_files import load_recipe
 
 WORDS = PROSE.split()
 
@@ -725,7 +728,7 @@ def test_a_pipe_is_refused_where_data_are_read_twice(base, tmp_path, capsys):
         assert "pipe.jsonl: is a pipe or a device" in capsys.readouterr().err
 
 
-def test_check_counts_tokens_as_max_length_does(base, pairs, capsys):
+def test_check_counts_tokens_as_max_length_does(base, pairs, capsys, tmp_path):
     assert main(["check", "--data", str(pairs), "--base", str(base), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
@@ -736,6 +739,15 @@ def test_check_counts_tokens_as_max_length_does(base, pairs, capsys):
         assert figures["lengths"][side]["max"] == max(lengths)
         assert figures["lengths"][side]["median"] in lengths
     assert found["unit"] == "tokens"
+    # of a base that was trained here, with its own template and EOS, which training takes too
+    plain = TextTokenizer(tiny_tokenizer("smollm2"), "plain", eos_token="<|endoftext|>")
+    Embedder(load_decoder(base), plain).save_pretrained(tmp_path / "own")
+    assert main(["check", "--data", str(pairs), "--base", str(tmp_path / "own"), "--json"]) == 0
+    (own,) = json.loads(capsys.readouterr().out)["datasets"].values()
+    recipe = load_recipe("baseline", [f"base={tmp_path / 'own'}"])
+    read = prepare_tokenizer(recipe, str(tmp_path / "own"))([row["query"] for row in rows])
+    assert own["lengths"]["query"]["max"] == max(map(len, read))
+    assert own["lengths"]["query"]["max"] < figures["lengths"]["query"]["max"]
     assert main(["check", "--data", str(pairs), "--base", "no/such-base"]) == 2
     assert "no/such-base" in capsys.readouterr().err
 

@@ -472,3 +472,22 @@ def test_the_command_ends_as_its_processes_did(tmp_path, monkeypatch, code, want
     with pytest.raises(SystemExit) as ended:
         training._train_on_many(args, None, tmp_path)
     assert ended.value.code == wanted
+
+
+def test_messages_of_a_resumed_run_are_passed_on_though_its_log_goes_further(tmp_path):
+    """A killed run leaves lines of steps after its checkpoint, until its processes cut them off."""
+    line = '{{"step": {}, "loss": 1.0, "tokens": 10, "seconds": 1.0}}\n'.format
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(map(line, range(1, 7))))
+    (tmp_path / "cut").write_text("".join(map(line, range(1, 5))))
+    (tmp_path / "new").write_text("".join(map(line, (5, 6))))
+    begins = "sleep 0.5; echo resumes from step 4; sleep 0.5; mv cut metrics.jsonl; sleep 0.5"
+    said = tmp_path / "rank-0.log"
+    with said.open("wb") as file:
+        goes_on = f"{begins}; cat new >> metrics.jsonl; sleep 0.5; echo done: x"
+        process = subprocess.Popen(["sh", "-c", goes_on], stdout=file, cwd=tmp_path)
+    lines = []
+    worker = launching.Worker(0, process, said, 0)
+    six = SimpleNamespace(steps=6, name="run")
+    launching.watch([worker], tmp_path, six, 4, False, False, lines.append, tick=0.05)
+    assert lines == ["resumes from step 4"]

@@ -374,3 +374,40 @@ def test_a_cached_model_is_found_offline_without_the_files_that_nobody_read(cach
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", incomplete)
     assert resolve_base("me/model").path == "me/model"
+
+
+def test_a_comparison_begins_from_a_name_on_the_hub_and_from_an_adapter(cached, tmp_path, pairs):
+    model(cached / "snapshots" / "one")
+    decoder = add_lora(load_decoder("me/model"))
+    decoder.model.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer("smollm2").save_pretrained(tmp_path / "adapter")
+    settings = ["evaluation.pairs=8", "batch_size=4", "dtype=float32"]
+    for base, place in (("me/model", "of-hub"), (str(tmp_path / "adapter"), "of-adapter")):
+        command = ["quickstart", "--base", base, "--data", str(pairs), "--steps", "2"]
+        assert main([*command, "--out", str(tmp_path / place), "--set", *settings]) == 0
+        report = json.loads((tmp_path / place / "report.json").read_text())
+        assert {*report["arms"]} == {"baseline", "anchor", "primed"}
+
+
+def test_a_run_goes_on_when_the_cache_has_more_files_of_its_commit(
+    cached, tmp_path, pairs, monkeypatch
+):
+    commit = "1" * 40
+    snapshot = model(cached / "snapshots" / commit)
+    (cached / "refs/main").write_text(commit)
+    asked = {}
+
+    def fetch(name, revision=None, **patterns):
+        if revision:
+            asked.update(patterns)
+            (snapshot / "tokenizer.model").write_bytes(b"for another tokenizer")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    command = training("baseline", "me/model", pairs, tmp_path / "run", "hard_negatives=0")
+    assert main([*map(str, command)]) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert main([*map(str, command), "--resume"]) == 0
+    names = ["model.safetensors", "tokenizer.model", "consolidated.safetensors", "original/c.pth"]
+    fetched = huggingface_hub.utils.filter_repo_objects(names, **asked)
+    assert [*fetched] == ["model.safetensors", "tokenizer.model"]

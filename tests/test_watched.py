@@ -215,3 +215,15 @@ def test_what_is_too_long_for_a_ceiling_is_said(base, examples, tmp_path):
     )
     assert any("the gain is shown without its ceiling: " in line for line in said)
     assert "anchor_gain_q2d" in lines_and_card(tmp_path / "run")[0][0]
+
+
+def test_the_line_of_a_step_has_the_figures_after_it(base, examples, tmp_path):
+    gains = {}
+    for name, every, steps in (("each", 1, 2), ("second", 2, 2), ("one", 1, 1)):
+        stage = recipe(base, anchor_gain_every=every, steps=steps, schedule_steps=2)
+        given = {"progress": False, "say": quiet, "heldout": examples[30:]}
+        train(stage, tmp_path / name, examples[:30], **given)
+        lines, _ = lines_and_card(tmp_path / name)
+        gains[name] = [line["anchor_gain_d2q"] for line in lines]
+    before, last = gains["second"]
+    assert gains["each"][1] == last and gains["one"] == gains["each"][:1] != [before]

@@ -8,7 +8,6 @@ __all__ = ['recipes_command', 'plan_command', 'check_command', 'add_commands']
 # %% ../../nbs/cli/30_planning.ipynb #c30003
 import argparse
 import json
-from pathlib import Path
 
 from anchor_embedding.cli.arguments import (
     PAIR_SOURCES,
@@ -80,10 +79,10 @@ def check_command(args: argparse.Namespace) -> None:
     from anchor_embedding.common.show import counted
     from anchor_embedding.data.check import check_data, plot_lengths
 
-    if args.data == "docstrings" and not Path(args.data).exists():
+    if args.data == "docstrings":
         raise InputError(
             "docstrings are made from the installed packages, without bad rows; give a file or "
-            "folder of pairs to check"
+            "folder of pairs to check (./docstrings for a folder of that name)"
         )
     picture = picture_format(args.plot)
     if args.plot:
@@ -103,12 +102,15 @@ def check_command(args: argparse.Namespace) -> None:
 def _token_lengths(base: str):
     "A function that counts tokens as `max_length` does: with the template and the EOS token."
     from anchor_embedding.common.settings import LARGEST
+    from anchor_embedding.embed.embedder import read_settings, read_tokenizer
     from anchor_embedding.model.base import resolve_base
-    from anchor_embedding.model.loading import load_tokenizer
     from anchor_embedding.model.text import TextTokenizer
 
-    tokenizer = load_tokenizer(resolve_base(base, say).path)
-    text_tokenizer = TextTokenizer(tokenizer, max_length=LARGEST)
+    path = resolve_base(base, say).path
+    saved = read_settings(path)  # as training takes them, of a base that was trained here
+    template = saved.get("template", "auto")
+    tokenizer = read_tokenizer(path)
+    text_tokenizer = TextTokenizer(tokenizer, template, LARGEST, saved.get("eos_token"))
 
     def lengths(texts):
         return [len(text) for text in text_tokenizer(texts)]

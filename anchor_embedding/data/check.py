@@ -114,6 +114,7 @@ def _check_part(
     of fields that are not read in `ignored`, and return the number of bad rows.
     """
     bad_rows = 0
+    good = 0
 
     def tally(name):
         return tallies.setdefault(name, _Tally(measure))
@@ -141,10 +142,13 @@ def _check_part(
                     raise InputError(f"{where}: {row}")
                 for example in examples_in(row, where, part.dataset):
                     tally(example.dataset).add(example)
+                    good += 1
             except InputError as error:
                 note(error, name, skip=not isinstance(error, DoubtfulLabel))
         if empty:
             note(f"{part.name}: the file has no rows")
+        elif not good:  # training reads no file of which it would skip every row
+            tally(part.dataset).cannot_skip += bad_rows
     except InputError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, where a file is written meanwhile
             raise
@@ -203,7 +207,7 @@ class DataCheck:
 
     @property
     def can_skip(self) -> bool:
-        "Whether there are good rows and on_bad_row can leave out the bad ones."
+        "Whether every file has good rows and on_bad_row can leave out the bad ones."
         return self.rows > 0 and not any(of["cannot_skip"] for of in self.datasets.values())
 
     def to_dict(self) -> dict:

@@ -187,6 +187,8 @@ def split_pairs(
     draw = random.Random(seed)
     parts = None
     if data == "docstrings":
+        if say and Path(data).exists():
+            say("data = docstrings: those of installed packages; ./docstrings names the folder")
         docstrings = docstring_pairs(say=say)
         pool = list(docstrings.heldout)
         rest = docstrings.train

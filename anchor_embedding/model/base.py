@@ -252,6 +252,7 @@ def _check_hub(name: str) -> None:
 # %% ../../nbs/model/80_base.ipynb #12d11fc3
 _PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w.-]+)")
 _OF_MODELS = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "README.md")
+_TWICE = "consolidated*"  # the same weights for other programs, as in Mistral's repositories
 
 
 def split_commit(name: str) -> tuple[str, str | None]:
@@ -267,7 +268,11 @@ def _at_commit(name: str, commit: str) -> Base:
     from huggingface_hub import constants, snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, revision=commit, allow_patterns=_OF_MODELS))
+        folder = Path(
+            snapshot_download(
+                name, revision=commit, allow_patterns=_OF_MODELS, ignore_patterns=_TWICE
+            )
+        )
     # a name or commit that the hub does not have, no network
     except Exception as error:
         hub = f"the model hub says {type(error).__name__}"

@@ -162,7 +162,7 @@ class Objective(Checked):
     @property
     def watch_every(self) -> int:
         """`watch` is called before the first step, after every `watch_every`-th and after the last;
-        0 = never.
+        0 = never. Not before the first step if it is called after it, as one line has one figure.
         """
         return 0
 

@@ -365,6 +365,8 @@ def watch(
     process, see `raise_failure`.
     """
     metrics = NewRows(folder / "metrics.jsonl")
+    before = metrics.look()  # also steps after the checkpoint, which the processes will cut off
+    repeated = sum(row["step"] > initial for row in before)
     curve = LossCurve(seconds=3)
     first = workers[0]
     told = 0
@@ -374,6 +376,7 @@ def watch(
         while running:
             running = any(worker.process.poll() is None for worker in workers)
             rows = [row for row in metrics.look() if row["step"] > initial]
+            rows = rows[repeated:] if metrics.rows is before else rows
             if not started:
                 lines = opening(first)
                 # the last line may still be incomplete

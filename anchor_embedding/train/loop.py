@@ -219,8 +219,7 @@ def _evaluate(run: Training, step: int, evaluate) -> None:
                     f"`evaluate` returned {line!r:.100}: return figures by name, without `step`, "
                     "as a dictionary or a list of dictionaries"
                 )
-        for line in lines:  # all of them, or none
-            run.folder.append("evals.jsonl", step=step, **line)
+        run.folder.append_all("evals.jsonl", ({"step": step} | line for line in lines))
 
 
 def _has_evaluated(run: Training) -> bool:
@@ -320,11 +319,13 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
     # a resumed run has it, unless it failed
     if _is_due(recipe.eval_every, run.first, recipe.steps) and not _has_evaluated(run):
         _evaluate(run, run.first, evaluate)
-    watched = _measure(run, 0) if every and not run.first else {}
+    # not if the line of the first step has a figure of its own
+    before = every and not run.first and not _is_due(every, 1, recipe.steps)
+    watched = _measure(run, 0) if before else {}
     for step in range(run.first, recipe.steps):
         done = step + 1
         line = run.step(step)
-        if not watched and _is_due(every, done, recipe.steps):
+        if _is_due(every, done, recipe.steps):
             watched = _measure(run, done)
         line |= watched  # in the first line: before the first step
         watched = {}

@@ -259,6 +259,8 @@ def load_examples(
 ) -> tuple[Sequence[Example], dict]:
     "The pairs of a recipe, and a description of them for the card. Raises `InputError`."
     if recipe.data == "docstrings":
+        if Path(recipe.data).exists():
+            say("data = docstrings: those of installed packages; ./docstrings names the folder")
         docstrings = docstring_pairs()
         return docstrings.train, {
             "data": "docstrings of installed packages",
@@ -354,11 +356,16 @@ _READ_FILE = re.compile(
 
 def files_digest(folder: str | Path) -> str:
     """A digest of the files that are read beside the weights in a folder; for an adapter also of
-    its base. Empty for the name of a model on the hub.
+    its base. For the hub's cache, which may hold some of a commit's files at first and more later,
+    it is that of the commit. Empty for the name of a model on the hub.
     """
     if not Path(folder).is_dir():
         return ""
     digest = hashlib.sha256()
+    of_hub = hub_identity(folder)
+    if of_hub and not Path(folder, "adapter_config.json").exists():
+        digest.update("@".join(of_hub).encode())
+        return digest.hexdigest()[:16]
     # an exported model has the tokenizer of training in a folder of its own
     for path in sorted([*Path(folder).iterdir(), *Path(folder, BARE_TOKENIZER).glob("*")]):
         if _READ_FILE.fullmatch(path.name) and path.is_file():

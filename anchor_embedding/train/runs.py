@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -130,12 +131,16 @@ class RunFolder:
         return self.path / f"step-{step:06}"
 
     def append(self, name: str, /, **values) -> None:
-        "Append one JSON line. Raises `InputError` for figures that JSON does not know."
+        "`append_all` of one line."
+        self.append_all(name, [values])
+
+    def append_all(self, name: str, rows: Iterable[dict]) -> None:
+        "Append JSON lines, all or none. Raises `InputError` for figures that JSON does not know."
         if self.main:
-            line = _json_line(name, values)
+            lines = "".join(_json_line(name, row) for row in rows)
             try:
                 with open(self.path / name, "a", encoding="utf-8") as file:
-                    file.write(line)
+                    file.write(lines)
             except OSError as error:
                 raise InputError(
                     f"cannot write {self.path / name}: {error}; free space, then "
