@@ -376,7 +376,9 @@ def test_a_cached_model_is_found_offline_without_the_files_that_nobody_read(cach
     assert resolve_base("me/model").path == "me/model"
 
 
-def test_a_comparison_begins_from_a_name_on_the_hub_and_from_an_adapter(cached, tmp_path, pairs):
+def test_a_comparison_begins_from_a_name_on_the_hub_and_from_an_adapter(
+    cached, tmp_path, pairs, capsys
+):
     model(cached / "snapshots" / "one")
     decoder = add_lora(load_decoder("me/model"))
     decoder.model.save_pretrained(tmp_path / "adapter")
@@ -387,6 +389,7 @@ def test_a_comparison_begins_from_a_name_on_the_hub_and_from_an_adapter(cached, 
         assert main([*command, "--out", str(tmp_path / place), "--set", *settings]) == 0
         report = json.loads((tmp_path / place / "report.json").read_text())
         assert {*report["arms"]} == {"baseline", "anchor", "primed"}
+        assert "on this machine, from its speed" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_when_the_cache_has_more_files_of_its_commit(

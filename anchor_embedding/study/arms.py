@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['READING', 'shared_runs', 'run_arm', 'check_one_process', 'seed_numbers', 'of_seed', 'seed_folder', 'mean_of',
-           'trained_instructions', 'HeldoutEvaluation', 'one_row', 'mean_height', 'evaluations', 'arm_evaluations',
-           'measured_work', 'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'parts_read',
-           'bm25_figures', 'figures_of', 'comparison', 'report_card']
+           'trained_instructions', 'HeldoutEvaluation', 'one_row', 'mean_height', 'evaluations', 'measured_work',
+           'run_arms', 'first_stage', 'last_stage', 'base_embedder', 'untouched', 'parts_read', 'bm25_figures',
+           'figures_of', 'comparison', 'report_card']
 
 # %% ../../nbs/study/48_arms.ipynb #34e30460
 import json
@@ -336,26 +336,6 @@ def evaluations(
             by_step.setdefault(line["step"], []).append(line)
     rows = [one_row(of_step) | {"step": step} for step, of_step in by_step.items()]
     return [row for row in rows if "ranks" in row]
-
-
-def arm_evaluations(
-    arm: Pipeline,  # of one arm
-    folders: Mapping[str, Path],  # stage → its run folder
-    settings: dict[str, list] | None = None,  # see `evaluations`
-) -> list[dict]:
-    """The evaluations of an arm's last stage. Raises `InputError` if there are none, although the
-    recipe asks for them.
-    """
-    *_, (stage, recipe) = arm.stages.items()
-    folder = folders[stage]
-    rows = evaluations(folder, settings)
-    if recipe.eval_every and not rows:
-        raise InputError(
-            f"{folder / 'evals.jsonl'}: no evaluation of the arm {arm.name} is left, so it cannot be "
-            f"compared; remove {folder} and {folder.parent.parent / arm.name}, and repeat the command: "
-            "this stage is trained again"
-        )
-    return rows
 
 # %% ../../nbs/study/48_arms.ipynb #af67d9bf
 def measured_work(

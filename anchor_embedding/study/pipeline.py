@@ -29,9 +29,9 @@ from ..evaluate.retrieval import HeldoutRetrieval
 from ..model.base import resolve_base
 from anchor_embedding.study.arms import (
     HeldoutEvaluation,
-    arm_evaluations,
     check_one_process,
     comparison,
+    evaluations,
     of_seed,
     report_card,
     run_arms,
@@ -185,8 +185,7 @@ def run_pipeline(
     settings = {}
     rows = {
         seed: {
-            name: arm_evaluations(arms[seed][name], stages, settings)
-            for name, stages in of_arms.items()
+            name: evaluations([*stages.values()][-1], settings) for name, stages in of_arms.items()
         }
         for seed, of_arms in folders.items()
     }

@@ -35,7 +35,6 @@ from anchor_embedding.evaluate.significance import (
 from ..model.base import Base, resolve_base
 from anchor_embedding.study.arms import (
     HeldoutEvaluation,
-    arm_evaluations,
     check_one_process,
     comparison,
     evaluations,
@@ -181,9 +180,6 @@ def tournament_report(
     say: Callable[[str], None],
 ) -> dict:
     "The report of contestants that have been trained, as in tournament.json."
-    for seed, same_seed in folders.items():
-        for name, stages in same_seed.items():
-            arm_evaluations(arms[seed][name], stages)
     settings = {}
     courses = {
         seed: {name: course(stages, flops[name], settings) for name, stages in of_seed.items()}
