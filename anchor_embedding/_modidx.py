@@ -1731,6 +1731,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._other_settings': ( 'evaluate/scored.html#_other_settings',
                                                                                                         'anchor_embedding/evaluate/scored.py'),
+                                                  'anchor_embedding.evaluate.scored._own_wording': ( 'evaluate/scored.html#_own_wording',
+                                                                                                     'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._pairs_of_runs': ( 'evaluate/scored.html#_pairs_of_runs',
                                                                                                        'anchor_embedding/evaluate/scored.py'),
                                                   'anchor_embedding.evaluate.scored._points': ( 'evaluate/scored.html#_points',

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -322,6 +323,48 @@ def test_an_export_of_unit_vectors_is_scored_by_these(saved, generated, tmp_path
     assert len(lengths[False]) == len(lengths[True]) and not np.allclose(lengths[False], 1)
 
 
+def test_other_models_read_few_texts_at_a_time_on_the_device_that_is_named(
+    saved, generated, tmp_path, monkeypatch
+):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    words = tiny_tokenizer("smollm2").backend_tokenizer
+    static = SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=16)], device="cpu")
+    # as a model of the hub, which has no config.json
+    snapshot = tmp_path / "hub" / "models--peer--static" / "snapshots" / ("1" * 40)
+    static.save(str(snapshot))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    sizes = set()
+    encode = SentenceTransformer.encode
+
+    def recorded(self, *texts, batch_size=32, **options):
+        sizes.add(batch_size)
+        return encode(self, *texts, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(SentenceTransformer, "encode", recorded)
+    quiet = {"say": str, "progress": False}
+    scores = evaluate("peer/static", "Pairs", tmp_path / "scores", generated, **quiet)
+    assert not scores["errors"] and sizes == {32}
+    assert scores["about"]["revision"] == "1" * 40
+    with pytest.raises(InputError, match="batch_tokens: only for models of this package"):
+        evaluate("peer/static", "Pairs", tmp_path, generated, batch_tokens=512, **quiet)
+    devices = []
+
+    class Recorded(MtebEncoder):
+        def __init__(self, *given, **settings):
+            devices.append(settings.get("devices"))
+            super().__init__(*given, **settings)
+
+    monkeypatch.setattr(benchmark, "MtebEncoder", Recorded)
+    for device in ("cpu", None):
+        evaluate(saved, "Pairs", tmp_path / f"on-{device}", generated, device=device, **quiet)
+    assert devices == [["cpu"], None]
+
+
 # ---- stored results and failures
 
 
@@ -341,7 +384,7 @@ def test_done_tasks_are_not_run_again(saved, quick, monkeypatch):
     first = evaluate(saved, **quick, say=lambda text: None)
     said = []
     monkeypatch.setattr(
-        benchmark,
+        candidate,
         "load_model",
         lambda *_: pytest.fail("the model was loaded although everything was done"),
     )

@@ -1140,3 +1140,16 @@ def test_an_interrupted_command_says_what_is_there(words, message, tmp_path, mon
         assert _finished_work(args) == before
         Path(message.split()[-1]).mkdir()
     assert _finished_work(args) == message
+
+
+def test_a_full_gpu_is_told_with_its_remedy(base, pairs, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a ship\n")
+    monkeypatch.setattr(Embedder, "encode", full)
+    assert main(["encode", str(base), "--in", str(texts), "--out", str(tmp_path / "v.npy")]) == 2
+    said = capsys.readouterr().err
+    assert "memory is full (CUDA out of memory." in said and "lower --batch-tokens" in said
+    assert "should not happen" not in said

@@ -110,6 +110,11 @@ SHARED = {
         "metavar": "FILE",
         "help": "write the record to this file, as JSON",
     },
+    "--on-bad-row": {
+        "choices": ("error", "skip"),
+        "default": "error",
+        "help": "stop at a bad row, or leave it out (default: error)",
+    },
     "--json": {"action": "store_true", "help": "print one JSON line instead of text"},
 }
 

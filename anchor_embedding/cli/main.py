@@ -20,7 +20,7 @@ from pathlib import Path
 from .. import __version__
 from . import measuring, models, planning, scoring, training, vectors
 from .arguments import Parser, say
-from ..common.errors import InputError, Stopped
+from ..common.errors import InputError, Stopped, first_line
 
 # %% ../../nbs/cli/80_main.ipynb #h80005
 def _parser() -> Parser:
@@ -116,7 +116,15 @@ def _run(args: argparse.Namespace) -> int:
         say(f"anchor: interrupted; {_finished_work(args)}")
         return 130
     except Exception as error:
-        return _report_bug(args, error)
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
+            return _report_bug(args, error)
+        _show_traceback(args)
+        smaller = "--batch-tokens" if hasattr(args, "batch_tokens") else "token_budget"
+        say(
+            f"anchor: the GPU's memory is full ({first_line(error)}); lower {smaller} or the "
+            "maximum length, or take a smaller model"
+        )
+        return 2
     return 0
 
 

@@ -123,7 +123,7 @@ def split_command(args: argparse.Namespace) -> None:
     from anchor_embedding.common.show import counted
     from anchor_embedding.evaluate.own_task import split_to_files
 
-    facts = split_to_files(args.data, args.out, args.heldout, args.seed, say)
+    facts = split_to_files(args.data, args.out, args.heldout, args.seed, args.on_bad_row, say)
     if args.json:
         print(json.dumps(facts))
         return
@@ -176,4 +176,4 @@ def add_commands(commands) -> None:
     )
     parser.number("--heldout", "pairs to hold out, at most, and at most a fifth of all", 500)
     parser.number("--seed", "of the choice", 42)
-    parser.shared("--json")
+    parser.shared("--on-bad-row", "--json")

@@ -227,7 +227,7 @@ def add_commands(commands) -> None:
     parser.flag(
         "--dry-run",
         "train nothing, only compute the loss of the first batch, and for Stage I in bfloat16 the "
-        "gradients of two pairs; the last line is the result as JSON",
+        "cosine of its gradients with those in float32; the last line is the result as JSON",
     )
     parser.add_argument(
         "--resume",

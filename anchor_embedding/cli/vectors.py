@@ -117,17 +117,12 @@ def _add_mine(commands) -> None:
     parser.option(
         "--instructions",
         "NAME",
-        "as in the recipe: none, paper, as_released, or a .csv/.toml file",
+        "as in the recipe: none, paper, as_released, or a .csv/.toml file; BM25 takes none",
         "none",
     )
     parser.flag("--resume", "continue an earlier run and keep what it finished")
     parser.flag("--force", "replace FILE.jsonl if it exists")
-    parser.choice(
-        "--on-bad-row",
-        ("error", "skip"),
-        "stop at a bad row, or leave it out",
-        "error",
-    )
+    parser.shared("--on-bad-row")
     parser.shared("--max-length", "--dtype", "--device", "--json")
 
 # %% ../../nbs/cli/40_vectors.ipynb #d40008

@@ -208,17 +208,20 @@ def model_revision(
     from transformers.utils import cached_file
 
     try:
-        # an adapter has no config.json
-        config = cached_file(
-            str(model), "config.json", _raise_exceptions_for_missing_entries=False
-        ) or cached_file(str(model), "adapter_config.json")
+        # an adapter has no config.json, nor has a model without transformers
+        optional = {"_raise_exceptions_for_missing_entries": False}
+        config = (
+            cached_file(str(model), "config.json", **optional)
+            or cached_file(str(model), "modules.json", **optional)
+            or cached_file(str(model), "adapter_config.json")
+        )
     except OSError as error:
         raise InputError(
             f"there is no model {str(model)!r}, neither a folder nor on the hub: "
             f"{first_line(error)}"
         ) from None
     commit = re.search(r"snapshots/([^/]+)", str(config))[1]
-    if Path(config).name == "config.json":
+    if Path(config).name != "adapter_config.json":
         return commit
     return hashlib.sha256(f"{commit} {_base_revision(Path(config))}".encode()).hexdigest()[:16]
 

@@ -101,6 +101,8 @@ def run_task(
     import mteb
 
     began = time.perf_counter()
+    # texts at a time: ours only reads them so, and packs them itself; mteb's default for others
+    texts = 512 if isinstance(encoder, MtebEncoder) else 32
     if hasattr(task, "folder"):
         task.load_data()  # here, as `quiet_mteb` would hide its warnings
     queries = _collect_queries(task)
@@ -112,7 +114,7 @@ def run_task(
             # mteb would skip tasks without a look at data and length; finished ones are known here
             cache=None if results is None else mteb.ResultCache(results),
             overwrite_strategy="always",
-            encode_kwargs={"batch_size": 512, "show_progress_bar": False},
+            encode_kwargs={"batch_size": texts, "show_progress_bar": False},
             show_progress_bar=False,
             co2_tracker=False,
         ).task_results[0]
@@ -146,7 +148,7 @@ def _reason(error: Exception, task) -> str:
     # an error without a message has its name for one
     line = ": ".join(dict.fromkeys([type(error).__name__, first_line(error)]))[:500]
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{line}; lower batch_tokens"
+        return f"{line}; read shorter texts (--max-length), or in Python lower batch_tokens"
     if hasattr(task, "folder") or task.data_loaded:
         return line
     return (
@@ -337,6 +339,10 @@ def evaluate(
     with quiet_mteb():
         opened = open_tasks(tasks, data_dir)
     candidate = find_candidate(model, prompts, max_length, dtype, device)
+    if candidate.style is None and options:
+        raise InputError(f"{', '.join(options)}: only for models of this package; leave it out")
+    if device is not None:  # else all of its kind are used
+        options.setdefault("devices", [device])
     new_instructions = candidate.style and candidate.style.as_trained is False
     if title or new_instructions:
         asked = _how_asked(candidate, opened)

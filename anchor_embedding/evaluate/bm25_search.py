@@ -47,7 +47,7 @@ class Bm25Search:
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         **_,
     ) -> dict[str, dict[str, float]]:  # query → document → score
-        "The documents that share a word with a query, with their scores."
+        "The documents that share a word with a query, or all that are to be ranked, with scores."
         column = {name: place for place, name in enumerate(self.names)}
         found = {}
         for row in queries:
@@ -55,7 +55,7 @@ class Bm25Search:
             (scores,) = self.bm25.scores([text])
             hits = np.flatnonzero(scores)
             if top_ranked and row["id"] in top_ranked:
-                hits = np.intersect1d(hits, [column[name] for name in top_ranked[row["id"]]])
+                hits = np.array([column[name] for name in top_ranked[row["id"]]])
             best = hits[top_hits(scores[hits], top_k)]
             found[row["id"]] = {self.names[place]: float(scores[place]) for place in best}
         return found

@@ -273,13 +273,18 @@ def _clustering(folder: Path, tables: dict) -> dict:
 
 def _classification(folder: Path, tables: dict) -> dict:
     labels = set(tables["train"]["label"])
-    _check_kind(folder, labels.union(tables["test"]["label"]))
-    if len(labels) == 2 and 1 not in labels:
-        raise InputError(
-            f"{folder}: the two labels are {' and '.join(sorted(map(repr, labels)))}; mteb needs "
-            "the numbers 0 and 1 for two classes: write these"
-        )
-    unknown = set(tables["test"]["label"]) - labels
+    tested = set(tables["test"]["label"])
+    _check_kind(folder, labels | tested)
+    if len(labels) < 2:
+        raise InputError(f"{folder}: train has only the label {min(labels)!r}; add other examples")
+    for of, where in ((labels, ""), (tested, " of test")):
+        if len(of) == 2 and 1 not in of:  # for which mteb computes the precision of label 1
+            raise InputError(
+                f"{folder}: the two labels{where} are {' and '.join(sorted(map(repr, of)))}; mteb "
+                "needs the numbers 0 and 1 for two classes: write these"
+                f"{', or add rows with another label' if where else ''}"
+            )
+    unknown = tested - labels
     if unknown:
         raise InputError(
             f"{folder}: label {min(unknown, key=str)!r} of test is not in train; "

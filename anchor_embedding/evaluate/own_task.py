@@ -61,6 +61,7 @@ def split_to_files(
     out: str | os.PathLike,  # folder to write
     number: int = 500,  # of pairs to hold out, at most; never more than a fifth
     seed: int = 42,
+    on_bad_row: str = "error",  # or "skip"
     say: Callable[[str], None] | None = None,  # receives remarks on the pairs
 ) -> dict:  # of `split.json`: what was split, and how many of each there are
     """Write `train.jsonl`, without any text of the task, and the task in BEIR's layout, in
@@ -68,7 +69,7 @@ def split_to_files(
     that holds other files.
     """
     data = os.fspath(data)
-    split = split_pairs(data, number, seed, say=say, with_development=False)
+    split = split_pairs(data, number, seed, on_bad_row, say, with_development=False)
     queries, documents, relevant = task_of_pairs(split.heldout)
     if len(documents) < 2:
         raise InputError(

@@ -26,8 +26,8 @@ from .significance import Difference, compare_with
 
 # %% ../../nbs/evaluate/52_scored.ipynb #bdbd11ec
 def _score_files(path) -> list[Path]:
-    """The scores.json files at a path: all in a folder, but of the checkpoints of a run only the
-    last one for each setting.
+    """The scores.json files at a path: all in a folder, but of the checkpoints and the result of a
+    run only the last one for each setting.
     """
     path = Path(path)
     if path.is_file():
@@ -38,10 +38,10 @@ def _score_files(path) -> list[Path]:
         return [path / "scores.json"]
     last = {}  # run and setting → step, file
     for file in path.glob("**/scores.json"):
-        step = re.fullmatch(r"step-(\d+)(.*)", file.parent.name)
+        step = re.fullmatch(r"(?:step-(\d+)|final)(.*)", file.parent.name)
         # the folders of a sweep with other settings end in another suffix
         place = (file.parent.parent, step[2] if step else file.parent.name)
-        reached = (int(step[1]) if step else 0, file)
+        reached = (float(step[1] or math.inf) if step else 0, file)  # the result is the last
         last[place] = max(reached, last.get(place, reached))
     if not last:
         raise InputError(
@@ -133,6 +133,11 @@ def _setting(scores: dict, tasks=None) -> dict:
     }
 
 
+def _own_wording(scores: dict) -> bool:
+    "Whether a model has its own prompts, length and dtype: one of another package, or BM25."
+    return "wording" in scores.get("about", {})
+
+
 def other_data(one: dict, other: dict) -> list[str]:
     "The tasks for which two runs were scored on different data, splits or subsets."
 
@@ -161,8 +166,10 @@ def _other_settings(one: dict, other: dict) -> str:
     shared = one["tasks"].keys() & other["tasks"].keys()
     a = _setting(one, shared)
     b = _setting(other, shared)
+    if _own_wording(one) or _own_wording(other):  # in the way in which each is used
+        a, b = ({key: of[key] for key in of if key == "mteb"} for of in (a, b))
     others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
-    if not others and a["prompts"] == "mteb":  # those of the task, whichever the model
+    if not others and a.get("prompts") == "mteb":  # those of the task, whichever the model
         asked = [
             [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
         ]
@@ -218,6 +225,8 @@ def _alike(label: str, runs: list[dict]) -> list[dict]:
     """
     for run in runs[1:]:
         settings = _other_settings(runs[0], run)
+        if _own_wording(runs[0]) != _own_wording(run):
+            settings = "a wording of its own and with ours"
         tasks = other_data(runs[0], run)
         if settings or tasks:
             how = f"with {settings}" if settings else f"on other data of {', '.join(tasks)}"

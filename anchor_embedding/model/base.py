@@ -237,7 +237,9 @@ def _check_hub(name: str) -> None:
     if Path(name).exists():
         return
     try:
-        cached = [try_to_load_from_cache(name, file) for file in _CONFIGS]
+        # sentence-transformers models that need no transformers have only the last
+        files = (*_CONFIGS, "modules.json")
+        cached = [try_to_load_from_cache(name, file) for file in files]
         if not any(isinstance(path, str) for path in cached):
             HfApi().model_info(name, timeout=5)  # raises if HF_HUB_OFFLINE is set
     # an invalid name, a model that is not on the hub, no network: none of them can be loaded
