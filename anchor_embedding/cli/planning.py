@@ -174,6 +174,6 @@ def add_commands(commands) -> None:
     parser.option(
         "--out", "DIR", "folder for the pairs and the task", kind=user_path, required=True
     )
-    parser.number("--heldout", "pairs to hold out, at most, and at most a fifth of all", 500)
+    parser.number("--heldout", "pairs to hold out, at most; a fifth of all if that is less", 500)
     parser.number("--seed", "of the choice", 42)
     parser.shared("--on-bad-row", "--json")

@@ -54,7 +54,7 @@ class Candidate:
     @property
     def is_bm25(self) -> bool:
         "Whether it is BM25 instead of a model."
-        return self.model == BM25
+        return self.model == BM25 and not Path(BM25).exists()
 
     def describe(self) -> str:
         "What the model gets beside the texts."

@@ -59,7 +59,7 @@ def _task_name(data: str) -> str:
 def split_to_files(
     data: str | os.PathLike,  # pairs: a file, a folder, a dataset of the hub, or "docstrings"
     out: str | os.PathLike,  # folder to write
-    number: int = 500,  # of pairs to hold out, at most; never more than a fifth
+    number: int = 500,  # of pairs to hold out, at most; a fifth of all if that is less
     seed: int = 42,
     on_bad_row: str = "error",  # or "skip"
     say: Callable[[str], None] | None = None,  # receives remarks on the pairs
