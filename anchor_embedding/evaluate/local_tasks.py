@@ -275,6 +275,12 @@ def _classification(folder: Path, tables: dict) -> dict:
     labels = set(tables["train"]["label"])
     tested = set(tables["test"]["label"])
     _check_kind(folder, labels | tested)
+    unknown = tested - labels
+    if unknown:
+        raise InputError(
+            f"{folder}: label {min(unknown, key=str)!r} of test is not in train; "
+            "add examples of it or remove its rows"
+        )
     if len(labels) < 2:
         raise InputError(f"{folder}: train has only the label {min(labels)!r}; add other examples")
     for of, where in ((labels, ""), (tested, " of test")):
@@ -284,12 +290,6 @@ def _classification(folder: Path, tables: dict) -> dict:
                 "needs the numbers 0 and 1 for two classes: write these"
                 f"{', or add rows with another label' if where else ''}"
             )
-    unknown = tested - labels
-    if unknown:
-        raise InputError(
-            f"{folder}: label {min(unknown, key=str)!r} of test is not in train; "
-            "add examples of it or remove its rows"
-        )
     return tables
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #5b96803f
