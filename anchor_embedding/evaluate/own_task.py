@@ -16,7 +16,7 @@ from pathlib import Path
 # %% ../../nbs/evaluate/13_own_task.ipynb #4d480629
 from .. import __version__
 from ..common.errors import InputError
-from ..common.files import atomic_folder, write_json
+from ..common.files import atomic_folder, read_json, write_json
 from ..data.examples import Example, fingerprint, same_text
 from .heldout import split_pairs
 
@@ -66,7 +66,7 @@ def split_to_files(
 ) -> dict:  # of `split.json`: what was split, and how many of each there are
     """Write `train.jsonl`, without any text of the task, and the task in BEIR's layout, in
     `tasks/retrieval/NAME`. Raises `InputError` for bad rows, for too few pairs, and for a folder
-    that holds other files.
+    that holds another split or other files.
     """
     data = os.fspath(data)
     split = split_pairs(data, number, seed, on_bad_row, say, with_development=False)
@@ -94,6 +94,15 @@ def split_to_files(
         "fingerprint": fingerprint(split.train),
         "version": __version__,
     }
+    kept = Path(out) / "split.json"
+    if kept.exists():  # a model may have been trained on it
+        before = read_json(kept, "remove the folder")
+        changed = [key for key in facts if key != "version" and before.get(key) != facts[key]]
+        if changed:
+            raise InputError(
+                f"{out} holds another split (other {', '.join(changed)}), whose task this one would "
+                "replace; choose another --out or remove it"
+            )
     with atomic_folder(out) as folder:
         task = folder / "tasks" / "retrieval" / name
         task.mkdir(parents=True)
