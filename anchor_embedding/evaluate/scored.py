@@ -126,7 +126,10 @@ def _setting(scores: dict, tasks=None) -> dict:
     bare = instructions and all(one and not any(one.values()) for one in instructions)
     versions = [entry.get("made", {}).get("versions", {}).get("mteb") for entry in entries]
     known = sorted({*versions} - {None})
-    return ({"mteb": " with ".join(known)} if known else {}) | {
+    version = {"mteb": " with ".join(known)} if known else {}
+    if _own_wording(scores):  # compared as it is used
+        return version
+    return version | {
         "prompts": "none" if bare else about.get("prompts"),
         "max_length": length_read(scores),
         "dtype": about.get("dtype"),
@@ -166,10 +169,10 @@ def _other_settings(one: dict, other: dict) -> str:
     shared = one["tasks"].keys() & other["tasks"].keys()
     a = _setting(one, shared)
     b = _setting(other, shared)
-    if _own_wording(one) or _own_wording(other):  # in the way in which each is used
-        a, b = ({key: of[key] for key in of if key == "mteb"} for of in (a, b))
     others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
-    if not others and a.get("prompts") == "mteb":  # those of the task, whichever the model
+    if (
+        not others and a.get("prompts") == b.get("prompts") == "mteb"
+    ):  # those of the task, whichever the model
         asked = [
             [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
         ]
