@@ -170,9 +170,8 @@ def _other_settings(one: dict, other: dict) -> str:
     a = _setting(one, shared)
     b = _setting(other, shared)
     others = [f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b.get(key, a[key])]
-    if (
-        not others and a.get("prompts") == b.get("prompts") == "mteb"
-    ):  # those of the task, whichever the model
+    # those of the task, whichever the model
+    if not others and a.get("prompts") == b.get("prompts") == "mteb":
         asked = [
             [run["tasks"][task].get("instructions") for run in (one, other)] for task in shared
         ]
