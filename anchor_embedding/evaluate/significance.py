@@ -66,7 +66,7 @@ class Difference:
         sentences = {
             "ahead": "{} is ahead",
             "behind": "{} is behind",
-            "level": "{} makes no difference that is more than noise",
+            "level": "{} is not shown to differ",
         }
         if self.alternative != "two-sided":  # the other direction was not tested
             expected = {"greater": "ahead", "less": "behind"}[self.alternative]
