@@ -19,6 +19,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoTokenizer
 
@@ -41,6 +42,7 @@ from anchor_embedding.model.agreement import random_model
 from anchor_embedding.model.decoder import CausalDecoder
 from anchor_embedding.model.loading import add_lora, merge_lora
 from anchor_embedding.model.text import TextTokenizer
+from anchor_embedding.study.architectures import tiny_random_model
 from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.stage import train
 
@@ -653,6 +655,7 @@ import warnings
 import numpy as np
 from sentence_transformers import SentenceTransformer
 from anchor_embedding.embed.embedder import Embedder
+from anchor_embedding.embed.export import export_embedder
 
 found = []
 for name in ("owner/merged", "owner/adapter"):
@@ -673,6 +676,18 @@ bases = {"owner/merged": commit, f"owner/merged@{commit}": commit, sys.argv[2]: 
 for name, vectors in zip(("owner/merged", "owner/adapter"), found[::2], strict=True):
     pinned = Embedder.from_pretrained(f"{name}@{commit}", dtype="float32", device="cpu")
     assert (pinned.encode(sys.argv[3:]) == vectors).all()
+# an export by the plain name knows the prompts and the adapter too
+out = sys.argv[1] + ".exports"
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    export_embedder("owner/merged", out + "/merged")
+assert any("was exported with the prompts" in str(one.message) for one in said)
+assert "base_model: owner/merged" in open(out + "/merged/README.md").read()
+export_embedder("owner/adapter", out + "/adapter", adapter=True)
+export_embedder("owner/adapter", out + "/whole")
+for name in ("merged", "adapter", "whole"):
+    exported = Embedder.from_pretrained(f"{out}/{name}", dtype="float32", device="cpu")
+    assert np.allclose(exported.encode(sys.argv[3:]), found[0], atol=1e-3)
 digests = set()
 for base, revision in bases.items():
     embedder, card = prepare_embedder(recipe.replace(base=base), torch.device("cpu"))
@@ -692,7 +707,9 @@ def test_from_the_hub(tmp_path, texts):
         repository = tmp_path / "hub" / f"models--owner--{name}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text("0" * 40)
-        export_embedder(embedder, repository / "snapshots" / ("0" * 40), adapter=name == "adapter")
+        asked = {"query": "Find it"} if name == "merged" else None
+        snapshot = repository / "snapshots" / ("0" * 40)
+        export_embedder(embedder, snapshot, adapter=name == "adapter", instructions=asked)
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     few = [text for text in texts if "\0" not in text][:6]
     command = [
@@ -746,6 +763,30 @@ def test_bad_input(tmp_path):
     assert (
         (tmp_path / "full" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
     )
+
+
+def test_left_padding_is_tried(tmp_path):
+    """HunYuan's attention depends on absolute positions, which padding on the left moves."""
+    causal_lm = tiny_random_model("hunyuan_v1_dense")
+    tokenizer = tiny_tokenizer("smollm2")
+    causal_lm.resize_token_embeddings(len(tokenizer))
+    embedder = Embedder(CausalDecoder(causal_lm), TextTokenizer(tokenizer, "plain", 40))
+    with pytest.raises(InputError, match="with padding on the left this model computes other vect"):
+        export_embedder(embedder, tmp_path / "left", padding_side="left")
+    assert not (tmp_path / "left").exists()
+    export_embedder(embedder, tmp_path / "right")
+
+
+def test_adapter_in_an_older_file(tmp_path):
+    """An adapter that is kept as adapter_model.bin is exported alone, as safetensors."""
+    embedder = with_adapter(make(tmp_path / "model"))
+    folder = export_embedder(embedder, tmp_path / "adapter", adapter=True)
+    weights = folder / "adapter_model.safetensors"
+    torch.save(load_file(weights), folder / "adapter_model.bin")
+    weights.unlink()
+    again = export_embedder(folder, tmp_path / "again", adapter=True)
+    found = Embedder.from_pretrained(again, dtype="float32", device="cpu").encode(["a ship"])
+    assert worst(found, embedder.encode(["a ship"])) > 0.9999
 
 
 def test_what_no_tokenizer_can_say(tmp_path):

@@ -251,7 +251,9 @@ def load_named_model(args, **settings):
 
     if getattr(args, "max_length", None) is not None:
         settings["max_length"] = args.max_length
-    device = args.device or _accelerator_of(os.environ.get("LOCAL_RANK"))
+    device = args.device
+    if device in (None, "cuda"):  # without a number
+        device = _accelerator_of(os.environ.get("LOCAL_RANK")) or device
     return Embedder.from_pretrained(args.model, dtype=args.dtype, device=device, **settings)
 
 

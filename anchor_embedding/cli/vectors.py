@@ -268,6 +268,11 @@ def _encode_on_many(args, folder: Path) -> None:
         raise InputError("--nproc: several processes cannot share standard input; name a file")
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: must be at least 1")
+    if args.device and ":" in args.device:
+        raise InputError(
+            f"--device {args.device}: {args.nproc} processes would share this one device; leave it "
+            "out, and each takes its own"
+        )
     # argparse uses the last --out
     words = [*_without(shlex.split(args.command)[1:], "--nproc"), "--out", str(folder)]
     if code := run_copies(words, args.nproc):

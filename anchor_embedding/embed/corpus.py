@@ -31,11 +31,13 @@ from ..common.progress import progress_bar
 from ..common.provenance import device_name, source_commit
 from ..common.settings import Counting, check_setting, first_fault
 from anchor_embedding.data.documents import (
+    ID,
     Document,
     Overview,
     file_stamps,
     look_over,
     read_documents,
+    without_id,
 )
 from .embedder import Embedder
 from .encoders import model_revision
@@ -251,6 +253,13 @@ def encode_corpus(
         warnings.warn(
             f"{source}: {overview.blank:,} of {overview.documents:,} texts are blank; their "
             "vectors are nearly equal, and a search may find them: leave these texts out",
+            stacklevel=2,
+        )
+    if rank == 0 and (others := without_id(source, settings.columns)):
+        warnings.warn(
+            f"{source}: no column is called {', '.join(ID)}, so the ids are line numbers, and "
+            f"{', '.join(others)} is not kept: rename the column of the ids to id, or name it "
+            "among the columns to keep (--columns)",
             stacklevel=2,
         )
     settings = _sized(settings, overview.documents)

@@ -408,6 +408,8 @@ _OWN = (
     "adapter_config.json",
     "adapter_model.safetensors",
     "modules.json",
+    "config_sentence_transformers.json",
+    CARD,
 )
 
 
@@ -415,7 +417,7 @@ def own_files(
     name: str,  # folder or hub name
 ) -> Path:
     """The folder with the files of a model that transformers does not download: settings, tokenizer
-    of training, pause tokens, adapter. For a hub name, the folder of a local copy, of the newest
+    of training, pause tokens, adapter, prompts, card. For a hub name, the folder of a local copy, of the newest
     commit if the hub answers. Warns if nothing is known about the settings.
     """
     folder = Path(name)

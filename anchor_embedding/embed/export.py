@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+
 from ..common.errors import InputError, one_line
 from ..common.files import atomic_folder, leftovers, read_json, refuse_here
 from anchor_embedding.common.provenance import (
@@ -32,13 +35,14 @@ from anchor_embedding.embed.embedder import (
     Embedder,
     default_instructions,
     name_base,
+    own_files,
     write_settings,
 )
 from .encoders import normalizes
-from .onnx import check_packages, write_onnx
+from .onnx import MIN_COSINE, check_packages, pooling_weights, write_onnx
 from ..model.base import resolve_base
 from ..model.decoder import check_positions
-from ..model.loading import cached_copy
+from ..model.loading import cached_copy, hub_identity
 from ..model.text import TextTokenizer, format_instruction
 
 # %% ../../nbs/embed/40_export.ipynb #9ae2a6d5
@@ -72,7 +76,7 @@ def _post_processor(text_tokenizer: TextTokenizer, present: dict | None) -> dict
 # %% ../../nbs/embed/40_export.ipynb #f67396bc
 def template_tokenizer(
     text_tokenizer: TextTokenizer,  # how texts became ids in training
-    padding_side: str = "right",  # or "left"; the vectors are the same
+    padding_side: str = "right",  # or "left"
     # of the model's embeddings: EOS takes the place of a padding beyond them
     rows: int | None = None,
 ):
@@ -277,7 +281,7 @@ def _write_adapter(
             f"{source or embedder} has no adapter (a finished run merges it): export it merged, "
             "or export a checkpoint (RUN/step-…; --set checkpoint_every=STEPS keeps some)"
         )
-    if source:
+    if source and (source / _ADAPTER[1]).exists():  # not as adapter_model.bin
         for name in _ADAPTER:
             shutil.copyfile(source / name, folder / name)
     else:
@@ -322,7 +326,7 @@ def _readable_config(config: dict) -> dict:
             readable["rotary_pct"] = share
     if "sliding_attention" in rope:
         readable["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
+        rope = rope["full_attention"] or {}
     if "rope_theta" in rope:
         readable["rope_theta"] = rope["rope_theta"]
         elsewhere = ("rope_theta", "partial_rotary_factor")
@@ -379,7 +383,7 @@ def _origin(embedder: Embedder, source: Path | None, cards: list[dict]) -> str:
     origin = str(source)
     while (Path(origin) / _ADAPTER[0]).exists():  # an adapter, or one on top of another
         origin = _base_of(Path(origin))
-    return origin
+    return "@".join(hub_identity(origin) or [origin])
 
 
 def _known_base(embedder: Embedder, source: Path | None, cards: list[dict]) -> dict[str, str]:
@@ -394,6 +398,27 @@ def _known_base(embedder: Embedder, source: Path | None, cards: list[dict]) -> d
     if weights and weights != known.get("name") and not Path(weights).exists():
         known.setdefault("source", weights)
     return known
+
+
+@torch.no_grad()
+def _check_left_padding(folder: Path, pooling: str) -> None:
+    "Raise `InputError` if transformers computes other vectors with padding on the left."
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vectors = {}
+    for side in ("right", "left"):
+        padded = tokenizer([*_PROBES], padding=True, padding_side=side, return_tensors="pt")
+        weights = pooling_weights(padded["attention_mask"], pooling)[..., None]
+        states = model(**padded).last_hidden_state
+        vectors[side] = (states.masked_fill(weights == 0, 0.0) * weights).sum(1)
+    cosine = F.cosine_similarity(vectors["right"], vectors["left"]).min()
+    if not cosine >= MIN_COSINE:
+        raise InputError(
+            "with padding on the left this model computes other vectors (cosine "
+            f"{cosine:.4f} to those with padding on the right): export it with padding_side='right'"
+        )
 
 
 def _write_files(folder: Path, files: dict[str, object]) -> None:
@@ -447,7 +472,7 @@ def export_embedder(
     # had the instruction of queries in training, they get that of `query`, unless `document` is given
     instructions: Mapping[str, str | None] | None = None,
     normalize: bool = False,  # vectors of length 1
-    padding_side: str = "right",  # or "left"; the vectors are the same
+    padding_side: str = "right",  # or "left", if the vectors are then the same
     base: str | None = None,  # the base's name on the hub, if it was loaded from a folder
     license: str | None = None,  # of the base, if it is not found
     push: str | None = None,  # "owner/name" on the hub, to upload it to
@@ -461,16 +486,22 @@ def export_embedder(
         check_packages()
     if onnx and adapter:
         raise InputError("an ONNX graph holds merged weights; leave out adapter, or onnx")
-    source = None if isinstance(model, Embedder) else Path(resolve_base(str(model)).path)
+    path = None if isinstance(model, Embedder) else resolve_base(str(model)).path
+    source = own_files(path) if path else None
+    if isinstance(instructions, str):
+        raise InputError(
+            f"instructions is the text {instructions!r}; give them by prompt name: "
+            f'{{"query": {instructions!r}}}'
+        )
     scores = read_scores(scores) if scores else None
     if scores:
-        check_scores(scores, model if source is None else source)
+        check_scores(scores, path or model)
     # the rounding of a half-precision base would take away much of an adapter merged into it
     merges = source is not None and not adapter and (source / _ADAPTER[0]).exists()
     if source is None:
         embedder = model
     else:
-        embedder = Embedder.from_pretrained(source, "float32" if merges else "stored", "cpu")
+        embedder = Embedder.from_pretrained(path, "float32" if merges else "stored", "cpu")
     if embedder.decoder.attention != "causal":
         raise InputError(
             "other programs would read this model with causal attention, but it was trained to "
@@ -481,7 +512,7 @@ def export_embedder(
     cards = find_cards(source) if source else []
     known = _known_base(embedder, source, cards)
     known |= {key: value for key, value in {"name": base, "license": license}.items() if value}
-    normalize = normalize or (source is not None and normalizes(str(source)))
+    normalize = normalize or (source is not None and normalizes(path))
     own_prompts = source is not None and instructions is None
     instructions = {name: one or "" for name, one in (instructions or {}).items()}
     _note_new_instruction(embedder.instructions, instructions.get("query"))
@@ -511,6 +542,8 @@ def export_embedder(
         else:
             _write_merged(embedder, aside)
         _write_tokenizers(embedder, padding_side, aside)
+        if padding_side == "left":
+            _check_left_padding(aside, embedder.pooling)
         write_settings(embedder, aside, _base_digest(source, embedder) if adapter else "")
         _write_files(aside, files)
         if onnx:

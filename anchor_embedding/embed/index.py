@@ -200,17 +200,19 @@ class Index:
 
     def __init__(self, corpus: Corpus):
         _lancedb()
-        description = _read_description(corpus)
         self.corpus = corpus
-        self.partitions = description["partitions"]
-        if description["state"] != corpus.state():
-            raise InputError(
-                f"{corpus.folder / FOLDER} does not fit the present corpus; {_remedy(corpus)}"
-            )
+        self._open()
+
+    def _open(self) -> None:
+        self._description = _read_description(self.corpus)
+        self.partitions = self._description["partitions"]
+        folder = self.corpus.folder / FOLDER
+        if self._description["state"] != self.corpus.state():
+            raise InputError(f"{folder} does not fit the present corpus; {_remedy(self.corpus)}")
         with self._damaged():
-            if _sizes(corpus.folder / FOLDER) != description["files"]:
+            if _sizes(folder) != self._description["files"]:
                 raise ValueError("files are missing or have another size")
-            self._table = _connect(corpus.folder / FOLDER).open_table(TABLE)
+            self._table = _connect(folder).open_table(TABLE)
 
     def __repr__(self) -> str:
         return f"Index({self.partitions:,} partitions of {self.corpus})"
@@ -233,12 +235,15 @@ class Index:
         probes: int = PROBES,  # partitions to search; more if they hold fewer than `top` documents
     ) -> list[list[Hit]]:  # min(top, n) for each question, the nearest first
         """The documents nearest to every question, with some misses; none for a question of zeros,
-        which has no direction. Raises `InputError`.
+        which has no direction. An index that was built again meanwhile is opened again. Raises
+        `InputError`.
         """
         questions = check_questions(self.corpus, questions, top)
         top = min(top, len(self.corpus))  # LanceDB reserves memory for `top` documents
         if probes < 1:
             raise InputError(f"probes = {probes}: search at least one partition")
+        if _read_description(self.corpus) != self._description:
+            self._open()
         return [self._hits(question, top, min(probes, self.partitions)) for question in questions]
 
     def _rows(self, question: np.ndarray, top: int, probes: int) -> pa.Table:

@@ -442,7 +442,7 @@ def mine_negatives(
     out = _check_out(source, Path(out), corpus, force)
     store = open_examples(source, on_bad_row, progress, say)
     pairs = read_pairs(store)
-    extra = read_corpus(corpus, progress, pairs)
+    extra = read_corpus(corpus, progress, store, pairs)
     instructions = instructions or Instructions.none()
     if lack := instructions.lack(store.rows):
         say(f"note: {lack}")
