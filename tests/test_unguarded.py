@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -710,6 +711,29 @@ def test_a_signal_stops_a_run_before_an_evaluation_and_not_in_its_last_save(
     assert [line["step"] for line in lines] == [0, 2, 3]
 
 
+def test_a_signal_breaks_off_an_evaluation(base, examples, pairs, tmp_path):
+    """What was trained is saved at once, and the evaluation is made when the run goes on."""
+    recipe = small(base, pairs, steps=3, eval_every=2)
+    evaluated = []
+
+    def evaluate(embedder):
+        evaluated.append("begun")
+        if len(evaluated) == 2:  # after step 2
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            except Exception:
+                pytest.fail("an evaluation may catch its errors, and must not catch this")
+        return {"figure": 1.0}
+
+    settings = {"progress": False, "say": quiet, "evaluate": evaluate}
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM after step 2 of 3: .*step-000002"):
+        train(recipe, tmp_path / "run", examples, **settings)
+    train(recipe, tmp_path / "run", examples, resume=True, **settings)
+    lines = read_log(tmp_path / "run" / "evals.jsonl")
+    assert [line["step"] for line in lines] == [0, 2, 3] and len(evaluated) == 4
+
+
 def test_an_evaluation_is_logged_whole_or_not_at_all(base, examples, pairs, tmp_path):
     recipe = small(base, pairs, steps=2, eval_every=1)
     with pytest.raises(InputError, match="figures by name"):
@@ -820,6 +844,7 @@ def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monke
         folder.checkpoint(2).mkdir(parents=True, exist_ok=True)
         save_file({"x": torch.tensor([weight])}, folder.checkpoint(2) / "model.safetensors")
         card = dict.fromkeys(("watched_pairs", "base_digest", "base_files_digest", "instructions"))
+        card["dtype"] = "torch.float32"
         card |= of_card
         objective = SimpleNamespace(models=dict)
         stage.check_same_inputs(
@@ -843,6 +868,8 @@ def test_processes_with_other_weights_or_evaluations_are_refused(tmp_path, monke
             check("second", 1.0, **{key: "other"})
     seen.clear()
     check("first", 1.0)
+    with pytest.raises(InputError, match="choose different dtypes on their devices; name one with"):
+        check("second", 1.0, dtype="torch.bfloat16")
     with pytest.raises(InputError, match="have different weights in the same checkpoint"):
         check("second", 2.0)
     with pytest.raises(InputError, match="do not evaluate the same"):

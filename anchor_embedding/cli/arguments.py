@@ -13,13 +13,14 @@ import re
 import sys
 from pathlib import Path
 
-from ..common.errors import InputError
+from ..common.errors import InputError, lost_without_room
 from ..common.settings import closest
 
 # %% ../../nbs/cli/10_arguments.ipynb #a10005
 def say(text: str) -> None:
     "Print a message to standard error; standard output is for results only."
-    print(text, file=sys.stderr, flush=True)
+    with lost_without_room():
+        print(text, file=sys.stderr, flush=True)
 
 
 def note_if_busy() -> None:

@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         say(f"anchor: {error}")
         return 2
     except OSError as error:
-        if error.errno == errno.ENOSPC and error.filename is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
             _show_traceback(args)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             say(f"anchor: the output cannot be written: {error.strerror}")

@@ -1,5 +1,8 @@
 """The errors that this package raises on purpose; each is shown to the user as one line."""
 
+import errno
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Something a user gave (a file, a row, a setting, a model) cannot be used; the message says what to do."""
@@ -27,3 +30,13 @@ class Stopped(Exception):
 
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.remedy}"
+
+
+@contextmanager
+def lost_without_room():
+    """Context for a message: one for which the disk of a log has no room is lost, and work goes on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise

@@ -342,8 +342,8 @@ def locked(
     remedy: str = "choose another place",  # for a folder that cannot be written
     patience: float = 5,  # seconds that it waits without a word, where it waits
 ):
-    """Context in which this process has a lock, if the file system has locks. Raises `InputError`
-    if another one has it, or for a folder that cannot be written.
+    """Context in which this process has a lock; it is told whether, since some file systems have no
+    locks. Raises `InputError` if another one has it, or for a folder that cannot be written.
     """
     lock = FileLock(path, fallback_to_soft=False)  # a soft one would survive a kill
     try:
@@ -369,7 +369,7 @@ def locked(
         with suppress(OSError):  # the name is only for messages
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 

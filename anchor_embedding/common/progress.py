@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
+from .errors import lost_without_room
+
 # %% ../../nbs/common/30_progress.ipynb #7fd29dfe
 def in_notebook() -> bool:
     "Whether this is a Jupyter kernel, which can show pictures and redraw them."
@@ -53,7 +55,8 @@ class LogLines:
             if done > 0:
                 left = f", {max(0, (now - self.began) / done * (self.total - self.n)):.0f} s left"
             share = f"{self.n:.0f} %" if self.unit == "%" else f"{self.n}/{self.total}"
-            print(f"{self.desc} {share}{left}  {self.postfix}", file=sys.stderr, flush=True)
+            with lost_without_room():
+                print(f"{self.desc} {share}{left}  {self.postfix}", file=sys.stderr, flush=True)
 
     def close(self):
         pass

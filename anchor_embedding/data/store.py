@@ -13,6 +13,7 @@ import mmap
 import operator
 import os
 import shutil
+import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -327,11 +328,11 @@ def _stored(folder, source):
         return None
 
 # %% ../../nbs/data/30_store.ipynb #d68a28fb
-def _remove_remains(folder: Path, origin: list) -> None:
-    """Remove the unfinished or damaged store `folder`, and stores of the same origin from before a
-    source file changed.
+def _remove_remains(folder: Path, origin: list, alone: bool) -> None:
+    """Remove the damaged store `folder` and, if no other process can be writing it, unfinished ones;
+    and stores of the same origin from before a source file changed.
     """
-    for path in (folder, *leftovers(folder)):
+    for path in (folder, *(leftovers(folder) if alone else ())):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.parent.glob("*/store.json"):
         with suppress(OSError, ValueError, KeyError):  # another process may remove the same one
@@ -397,7 +398,9 @@ def open_examples(
     """
     source = os.fspath(source)
     parts = find_parts(source)
-    origin = [str(Path(source).resolve()) if Path(source).exists() else source, on_bad_row]
+    origin = [source, on_bad_row]
+    if Path(source).exists():  # on another machine that path may be another disk
+        origin = [str(Path(source).resolve()), on_bad_row, socket.gethostname()]
     key = hashlib.sha256(json.dumps([_FORMAT, origin, _stamps(parts)]).encode()).hexdigest()[:24]
     folder = cache_folder() / "stores" / key
     store = _stored(folder, source)
@@ -407,12 +410,12 @@ def open_examples(
             f"{source}: waiting for another process that is reading it",
             say,
             remedy="set ANCHOR_CACHE to a folder with room",
-        ):
+        ) as alone:
             store = _stored(folder, source)
             if store is None:
                 if folder.exists():
                     say(f"{Path(source).name}: the cached rows.arrow is damaged; it is read again")
-                _remove_remains(folder, origin)
+                _remove_remains(folder, origin, alone)
                 _make_store(folder, source, origin, parts, on_bad_row, progress)
                 store = ExampleStore(folder, source)
     if store.bad_rows:

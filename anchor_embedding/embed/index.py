@@ -124,8 +124,8 @@ def build_index(
         corpus.folder / f".{FOLDER}.lock",
         f"another process is building the index of {corpus.folder}; wait for it",
         remedy="build the index of a copy of the folder",
-    ):
-        for left in leftovers(path):  # of killed builders
+    ) as alone:
+        for left in leftovers(path) if alone else ():  # of killed builders
             shutil.rmtree(left)
         with atomic_folder(path, own=(f"{TABLE}.lance",)) as aside:
             _fill(aside, corpus, partitions, progress)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STOP_SIGNALS', 'sync_gradients', 'global_sum', 'gather_rows', 'balanced_share', 'norms_of', 'shard', 'is_sharded',
-           'own_parameters', 'whole_tensors', 'as_slice_of', 'agreed_parts', 'StopSignals', 'leave_group_at_exit',
-           'end_process']
+           'own_parameters', 'whole_tensors', 'as_slice_of', 'agreed_parts', 'Interrupted', 'StopSignals',
+           'leave_group_at_exit', 'end_process']
 
 # %% ../../nbs/model/70_ranks.ipynb #2429bcdb
 import atexit
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -169,10 +169,16 @@ def _cut_into(parts, lengths, number):
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
+class Interrupted(BaseException):
+    "A signal to stop came within `StopSignals.at_once`."
+
+
 class StopSignals:
     """Context in which the first of `STOP_SIGNALS` is recorded in `received`; a second SIGINT
     raises KeyboardInterrupt at once.
     """
+
+    interrupts = False
 
     def __enter__(self) -> "StopSignals":
         self.received = 0
@@ -189,6 +195,17 @@ class StopSignals:
         if number == signal.SIGINT == self.received:
             raise KeyboardInterrupt
         self.received = self.received or number
+        if self.interrupts:
+            raise Interrupted
+
+    @contextmanager
+    def at_once(self, interrupts: bool = True):
+        "Context in which a signal also raises `Interrupted`, if asked to."
+        self.interrupts = interrupts
+        try:
+            yield
+        finally:
+            self.interrupts = False
 
     def __exit__(self, *error):
         for number, handler in self.handlers.items():

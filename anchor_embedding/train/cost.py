@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEAN_LENGTHS', 'FREE', 'lora_maps', 'trained_parameters', 'pair_tokens', 'forward_flops', 'step_flops', 'layer_bytes',
-           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'disk_bytes', 'longest_row', 'largest_budget',
-           'decide', 'choice_in_words']
+           'tokens_at_once', 'activation_bytes', 'copy_bytes', 'memory', 'disk_bytes', 'host_bytes', 'longest_row',
+           'largest_budget', 'decide', 'choice_in_words']
 
 # %% ../../nbs/train/18_cost.ipynb #c057a003
 import json
@@ -257,18 +257,34 @@ def memory(
 def disk_bytes(
     recipe: Recipe, parameters: int, trained: int
 ) -> dict[str, float]:  # "checkpoint", "result", "all"
-    "Bytes on disk of a checkpoint, of the final model, and of the whole run."
+    """Bytes on disk of a checkpoint, of the final model, and of the whole run, in which a sharded
+    model is put together on the disk before it is written.
+    """
     result = 4 * parameters
     checkpoint = 8 * trained + (4 * trained if recipe.tuning == "lora" else result)
     # one after the last step too
     written = math.ceil(recipe.steps / recipe.checkpoint_every) if recipe.checkpoint_every else 0
     kept = min(written, recipe.keep_checkpoints or written)
     at_once = min(written, kept + 1)  # an old one is removed after the new one is complete
-    most = max(at_once * checkpoint, kept * checkpoint + result)
+    put_together = 0
+    if recipe.sharding == "fsdp":
+        put_together = 4 * trained if recipe.tuning == "lora" else result
+    most = max(at_once * checkpoint, kept * checkpoint + put_together + result)
     return {"checkpoint": checkpoint, "result": result, "all": most}
 
 # %% ../../nbs/train/18_cost.ipynb #c057a008
 FREE = 0.1  # of a GPU's memory, for what this arithmetic leaves out
+
+
+def host_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
+    """Bytes of a sharded model that the first process holds in the machine's own memory while it
+    saves: the trained weights with their two moments, or at the end the weights and the whole model.
+    0 for a model that is not sharded.
+    """
+    if recipe.sharding != "fsdp":
+        return 0
+    checkpoint = 12 * trained
+    return max(checkpoint, 4 * trained + 4 * parameters)
 
 
 def longest_row(recipe: Recipe) -> int:

@@ -28,6 +28,7 @@ from ..model.loading import memory_is_low, return_freed_memory
 # %% ../../nbs/train/40_loop.ipynb #af94c031
 from anchor_embedding.model.ranks import (
     STOP_SIGNALS,
+    Interrupted,
     StopSignals,
     global_sum,
     own_parameters,
@@ -339,7 +340,13 @@ def _loop(run: Training, evaluate, stop: StopSignals, bar, on_step) -> None:
             _save(run, done)
         _check_stop(run, stop, done)
         if _is_due(recipe.eval_every, done, recipe.steps):
-            _evaluate_after(run, done, evaluate)
+            try:
+                # several processes cannot leave an evaluation, in which they wait for each other
+                with stop.at_once(run.world == 1):
+                    _evaluate_after(run, done, evaluate)
+            except Interrupted:
+                pass
+            _check_stop(run, stop, done)
 
 # %% ../../nbs/train/40_loop.ipynb #e00824d0
 def finish_run(run: Training) -> Path:

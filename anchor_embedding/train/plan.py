@@ -22,6 +22,7 @@ from anchor_embedding.train.cost import (
     choice_in_words,
     decide,
     disk_bytes,
+    host_bytes,
     memory,
     pair_tokens,
     step_flops,
@@ -96,6 +97,12 @@ class Plan:
         "What is written; see `disk_bytes`."
         trained = trained_parameters(self.recipe, self.shape)
         return disk_bytes(self.recipe, self.shape.parameters, trained)
+
+    @property
+    def host(self) -> float:
+        "Bytes of the machine's own memory; see `host_bytes`."
+        trained = trained_parameters(self.recipe, self.shape)
+        return host_bytes(self.recipe, self.shape.parameters, trained)
 
     @property
     def hours(self) -> dict[str, tuple[float, float]]:  # kind of GPU → fewest, most
@@ -189,6 +196,11 @@ def plan_rows(plan: Plan) -> dict[str, str]:  # question → answer
         **({"chosen": plan.chosen} if plan.chosen else {}),
         "memory, GB": f"{sum(parts.values()) / 1e9:.1f} a GPU"
         + (f": {', '.join(gigabytes.values())}" if gigabytes else ""),
+        **(
+            {"host, GB": f"{plan.host / 1e9:.1f}: memory of the first process, to save"}
+            if plan.host
+            else {}
+        ),
         "hours": ", ".join(f"{gpu} {_range(hours)}" for gpu, hours in plan.hours.items())
         + f" (estimate: {share} % of peak)",
         "disk, GB": f"{disk['all'] / 1e9:.1f}: result {disk['result'] / 1e9:.1f}, a checkpoint "
@@ -220,6 +232,7 @@ def plan_dict(plan: Plan) -> dict:
         "flops_per_step": plan.flops,
         "memory": plan.memory,
         "memory_total": sum(plan.memory.values()),
+        "host_memory": plan.host,
         "disk": plan.disk,
         "hours": plan.hours,
         "verdicts": {f"{size / 1e9:.0f} GB": words for size, words in verdicts(plan).items()},
