@@ -40,6 +40,7 @@ from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.objectives.released import ReleasedReconstruction
+from anchor_embedding.study.architectures import tiny_random_model
 from anchor_embedding.train.loop import learning_rate
 from anchor_embedding.train.prepare import (
     base_shape,
@@ -961,6 +962,34 @@ def test_dropout_of_the_base_is_noted(base, pairs, tmp_path, share):
         first, second = (model(torch.arange(12)[None]).logits for _ in range(2))
     noted = [line for line in said if "attention_dropout = 0.1" in line and "config.json" in line]
     assert bool(noted) == (not torch.equal(first, second)) == bool(share)
+
+
+def test_what_does_not_reach_experts_is_noted(pairs, tmp_path):
+    """Also that a router draws lots in training, and that PEFT takes experts for other maps."""
+
+    def prepared(model_type, **settings):
+        causal_lm = tiny_random_model(model_type)
+        tokenizer = tiny_tokenizer("smollm2")
+        causal_lm.resize_token_embeddings(len(tokenizer))
+        causal_lm.save_pretrained(tmp_path / model_type)
+        tokenizer.save_pretrained(tmp_path / model_type)
+        recipe = small(tmp_path / model_type, pairs, objective="contrastive", **settings)
+        said = []
+        prepare_embedder(recipe, torch.device("cpu"), say=said.append)
+        return "\n".join(said)
+
+    said = prepared("mixtral", dtype="bfloat16")
+    assert "the experts of this mixture are multiplied in float32" in said and "draws" not in said
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora = {"tuning": "lora", "lora_targets": attention, "dtype": "float32"}
+    assert "the experts of this mixture get no adapters" in prepared("glm4_moe", **lora)
+    assert "of this mixture" not in prepared("llama", **lora)
+    assert "draws random numbers in training, so" in prepared("phimoe", max_length=128)
+    for dropout in (0.0, 0.1):
+        with pytest.raises(InputError, match="name only maps that no expert has, such as q_proj"):
+            prepared("glm4_moe", tuning="lora", lora_dropout=dropout)
+    with pytest.raises(InputError, match="not support activation checkpointing; set activation"):
+        prepared("jetmoe", activation_checkpointing=True)
 
 
 def test_a_stage_can_begin_after_the_batches_of_another(base):

@@ -479,13 +479,19 @@ def _prepare(model, compute_dtype) -> CausalDecoder:
 
 # %% ../../nbs/model/55_loading.ipynb #89c21927
 def checkpoint_activations(decoder: CausalDecoder) -> CausalDecoder:
-    "Keep only the input of each layer in training; compute the rest again in the backward pass."
+    """Keep only the input of each layer in training; compute the rest again in the backward pass.
+    Raises `InputError` for a model that does not support it.
+    """
     model = decoder.causal_lm
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable  # transformers < 5.20
     )
-    enable({"use_reentrant": False})
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        reason = _first_sentence(error).rstrip(".")
+        raise InputError(f"{reason}; set activation_checkpointing = false") from error
     return decoder
 
 
@@ -516,7 +522,8 @@ def add_lora(
 ) -> CausalDecoder:
     """Add LoRA adapters and freeze everything else. Raises `InputError`, before anything is changed,
     for a name that no linear map has or that is the vocabulary's, and for a decoder that has
-    adapters already.
+    adapters already; and for a mixture of experts in which PEFT adapts the experts in place of the
+    maps with these names.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -527,9 +534,11 @@ def add_lora(
         )
     if list(targets) == ["all-linear"]:
         targets = targets[0]
+        expected = None
     else:
         _check_targets(decoder, targets)
         targets = list(targets)
+        expected = _maps_named(decoder, targets)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -538,13 +547,20 @@ def add_lora(
         task_type="CAUSAL_LM",
         revision=decoder.revision,
     )
+    misfit = f"lora_targets {targets} do not fit {type(decoder.model).__name__}: "
+    remedy = "; name only maps that no expert has, such as q_proj, k_proj, v_proj and o_proj"
     try:
-        decoder.model = get_peft_model(decoder.model, config)
+        adapted = get_peft_model(decoder.model, config)
     except ValueError as error:
+        of_experts = remedy if "ParamWrapper" in str(error) else ""
+        reason = _first_sentence(error).rstrip(".")
+        raise InputError(f"{misfit}{reason}{of_experts}") from error
+    if expected is not None and {*adapted.targeted_module_names} != expected:
+        adapted.unload()
         raise InputError(
-            f"lora_targets {targets} do not fit {type(decoder.model).__name__}: "
-            f"{_first_sentence(error)}"
-        ) from error
+            f"{misfit}PEFT adapts the experts in place of the maps with these names{remedy}"
+        )
+    decoder.model = adapted
     fuse_lora(decoder.model)
     return decoder
 
@@ -554,6 +570,16 @@ def _vocabulary(decoder: CausalDecoder) -> dict[nn.Module, str]:
     return {
         decoder.head: "the vocabulary head",
         decoder.causal_lm.get_input_embeddings(): "the token embeddings",
+    }
+
+
+def _maps_named(decoder: CausalDecoder, targets: Sequence[str]) -> set[str]:
+    "The linear maps that have one of these names, or end with one."
+    endings = tuple(f".{target}" for target in targets)
+    return {
+        name
+        for name, module in decoder.causal_lm.named_modules()
+        if isinstance(module, nn.Linear) and f".{name}".endswith(endings)
     }
 
 

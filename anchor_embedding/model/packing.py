@@ -498,7 +498,9 @@ def packed_attention(
             "hand them on, or was not called by packed_forward"
         )
     if sliding_window and not causal:
-        sliding_window += 1  # as in transformers: that many tokens before and after, not with itself
+        sliding_window += (
+            1  # as in transformers: that many tokens before and after, not with itself
+        )
     kernel = attention_kernel(query.device.type, value.dtype)
     size = query.shape[-1]
     if (

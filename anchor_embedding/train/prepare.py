@@ -64,7 +64,7 @@ from anchor_embedding.model.loading import (
     load_adapter,
     load_decoder,
 )
-from ..model.packing import attention_kernel
+from ..model.packing import attention_kernel, pack
 from ..model.shape import ModelShape, shape_from_config
 from anchor_embedding.train.cost import (
     FREE,
@@ -447,6 +447,8 @@ def prepare_embedder(
     decoder = load_decoder(weights, torch.float32, device, dtype)
     check_positions(decoder, recipe.max_length, f"max_length = {recipe.max_length}")
     decoder = set_attention(decoder, recipe.attention)
+    _note_noise(decoder, recipe, say)
+    _note_experts(decoder, recipe, dtype, say)
     if not full:
         torch.manual_seed(recipe.seed)
         add_lora(
@@ -487,7 +489,6 @@ def prepare_embedder(
     opening = opening_of(recipe, base.path)
     check_vocabulary(decoder, tokenizer, f"`base` = {recipe.base!r}")
     _note_other_reading(recipe, tokenizer.template.style, base.path, say)
-    _note_dropout(decoder, say)
     card |= named_files(recipe, datasets, say)
     asked = instructions_record(recipe.instructions, datasets)
     return Embedder(decoder.train(), tokenizer, recipe.pooling, soft_tokens, opening, **asked), card
@@ -512,20 +513,46 @@ def _note_other_reading(recipe: Recipe, template: str, base: str, say) -> None:
         )
 
 
-def _note_dropout(decoder: CausalDecoder, say) -> None:
-    "Say that the configuration of the base has dropout, which acts in training."
-    settings = decoder.causal_lm.config.to_dict()
+@torch.no_grad()
+def _draws_numbers(decoder: CausalDecoder, length: int) -> bool:
+    "Whether a decoder without adapters computes other states in training with another seed."
+    texts = pack([[number % len(decoder.head.weight) for number in range(length)]], decoder.device)
+    states = []
+    decoder.train()
+    with torch.random.fork_rng([decoder.device] if decoder.device.type == "cuda" else []):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            states.append(decoder(CausalDecoder.states, texts))
+    decoder.eval()
+    return not torch.allclose(*states, rtol=1e-3, atol=1e-5)
+
+
+def _note_noise(decoder: CausalDecoder, recipe: Recipe, say) -> None:
+    "Say that the base draws random numbers in training, and what its configuration has of that kind."
+    # of experts that are drawn, few tokens may find the same
+    if not _draws_numbers(decoder, min(128, recipe.max_length)):
+        return
     active = [
         f"{name} = {share}"
-        for name, share in settings.items()
-        if re.fullmatch(r"(attention|attn|resid|residual|embd|hidden)_(dropout|pdrop)", name)
-        and share
+        for name, share in decoder.causal_lm.config.to_dict().items()
+        if re.search("drop|jitter", name) and isinstance(share, int | float) and share
     ]
-    if active:
-        say(
-            f"note: the base's configuration has {', '.join(active)}, which acts in training; set "
-            "it to 0 in its config.json to train without"
-        )
+    what = f"; its config.json has {', '.join(active)}, and 0 trains without" if active else ""
+    say(
+        "note: the base itself draws random numbers in training, so a result depends on the number of "
+        f"processes and on token_budget too{what}"
+    )
+
+
+def _note_experts(decoder: CausalDecoder, recipe: Recipe, dtype: torch.dtype, say) -> None:
+    "Say what does not reach experts whose weights are one tensor (transformers' `grouped_mm`)."
+    if getattr(decoder.causal_lm.config, "_experts_implementation", None) != "grouped_mm":
+        return
+    facts = ["get no adapters"] if recipe.tuning == "lora" else []
+    if dtype != torch.float32 and recipe.sharding == "none":
+        facts.append("are multiplied in float32, in which their weights are")
+    if facts:
+        say(f"note: the experts of this mixture {' and '.join(facts)}")
 
 
 def _add_pause_tokens(decoder, recipe: Recipe, steps: int, start, base: str, say) -> None:
