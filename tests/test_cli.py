@@ -541,6 +541,8 @@ def test_a_corpus_is_encoded_by_several_processes_and_searched(base, tmp_path, c
 
     assert "already exists" in failure(capsys, "encode", *given, "--out", tmp_path / "one.npy")
     assert "--resume" in failure(capsys, "encode", *given, "--out", tmp_path / "two")
+    shared = ("--out", tmp_path / "three", "--nproc", "2", "--device", "cuda:1")
+    assert "2 processes would share this one device" in failure(capsys, "encode", *given, *shared)
     stopped = command("encode", *given, "--out", tmp_path / "two", "--nproc", "2")
     assert stopped.returncode == 2 and "Traceback" not in stopped.stderr
     assert (

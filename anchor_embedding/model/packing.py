@@ -497,10 +497,8 @@ def packed_attention(
             "the batch's boundaries did not reach its attention: the model does not "
             "hand them on, or was not called by packed_forward"
         )
-    if sliding_window and not causal:
-        sliding_window += (
-            1  # as in transformers: that many tokens before and after, not with itself
-        )
+    if sliding_window and not causal:  # as in transformers, so many before and after the token
+        sliding_window += 1
     kernel = attention_kernel(query.device.type, value.dtype)
     size = query.shape[-1]
     if (
