@@ -2887,6 +2887,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'anchor_embedding/study/architectures.py'),
                                                       'anchor_embedding.study.architectures._refusal_of_config': ( 'study/architectures.html#_refusal_of_config',
                                                                                                                    'anchor_embedding/study/architectures.py'),
+                                                      'anchor_embedding.study.architectures._refusal_of_lora': ( 'study/architectures.html#_refusal_of_lora',
+                                                                                                                 'anchor_embedding/study/architectures.py'),
                                                       'anchor_embedding.study.architectures.default_config': ( 'study/architectures.html#default_config',
                                                                                                                'anchor_embedding/study/architectures.py'),
                                                       'anchor_embedding.study.architectures.gradients': ( 'study/architectures.html#gradients',
