@@ -280,7 +280,7 @@ def test_gircse(model):
     released = ALL[f"{model}/gircse_as_released"]
     assert differing(ours, SOFT_TOKENS | {"base": GIRCSE[model]}) == {}
     as_released = dict(
-        base=GIRCSE[model], data="cfli/bge-full-data", template="plain", prompt="Instruct: {instruction}\nQuery:{text}", add_eos=False,
+        base=GIRCSE[model], data="cache/bge-full-data", template="plain", prompt="Instruct: {instruction}\nQuery:{text}", add_eos=False,
         mask_unused_rows=False, detach_regularizer=False,
         regularizer_floor=1e-8, batch_size=16, negatives_pool=2, hard_negatives=1, steps=12500, warmup_steps=375,
         schedule_steps=0, learning_rate=1e-5, lora_dropout=0.1,

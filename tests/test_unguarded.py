@@ -1,6 +1,7 @@
 """Faults that once passed every test: each has its own test here."""
 
 import copy
+import importlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -38,9 +40,11 @@ from anchor_embedding.model.loading import add_lora, load_decoder
 from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer, make_template
 from anchor_embedding.objectives.distilled_reconstruction import DistilledReconstruction
+from anchor_embedding.objectives.objective import code_of, find_objective, name_of
 from anchor_embedding.objectives.reconstruction import Reconstruction
 from anchor_embedding.objectives.released import ReleasedReconstruction
 from anchor_embedding.study.architectures import tiny_random_model
+from anchor_embedding.study.pipeline import run_pipeline
 from anchor_embedding.train.loop import learning_rate
 from anchor_embedding.train.prepare import (
     base_shape,
@@ -49,6 +53,7 @@ from anchor_embedding.train.prepare import (
     prepare_tokenizer,
 )
 from anchor_embedding.train.recipe import Recipe
+from anchor_embedding.train.recipe_files import load_recipe
 from anchor_embedding.train.runs import RunFolder, read_log
 from anchor_embedding.train.stage import open_run, train
 
@@ -733,6 +738,77 @@ def test_a_signal_breaks_off_an_evaluation(base, examples, pairs, tmp_path):
     train(recipe, tmp_path / "run", examples, resume=True, **settings)
     lines = read_log(tmp_path / "run" / "evals.jsonl")
     assert [line["step"] for line in lines] == [0, 2, 3] and len(evaluated) == 4
+
+
+def test_an_evaluation_leaves_dropout_on(base, examples, pairs, tmp_path):
+    """Also when it ends in `eval()`; and the caller's random numbers are not touched."""
+    recipe = small(base, pairs, objective="contrastive", tuning="lora", lora_dropout=0.5, steps=4)
+    losses = {}
+    drawn = []
+    for name in ("kept", "switched"):
+
+        def evaluate(embedder, name=name):
+            if name == "switched":
+                embedder.decoder.eval()
+            return {"figure": 1.0}
+
+        one = recipe.replace(eval_every=1)
+        torch.manual_seed(7)
+        train(one, tmp_path / name, examples, progress=False, say=quiet, evaluate=evaluate)
+        drawn.append(torch.rand(1).item())
+        losses[name] = [row["loss"] for row in read_log(tmp_path / name / "metrics.jsonl")]
+    assert losses["kept"] == losses["switched"]
+    torch.manual_seed(7)
+    assert drawn == [torch.rand(1).item()] * 2
+
+
+def test_pairs_of_another_kind_are_refused(base, examples, pairs, tmp_path):
+    recipe = small(base, pairs, steps=2)
+    rows = [{"query": "a", "positive": "b"}] * 9
+    for given, words in {
+        (Example("a", "b", "nq"),): "the negatives of number 0 are the text 'nq'",
+        (*examples, "a text"): "the pairs are of the type str",
+        tuple(map(tuple, [rows[0].values()])): "the pairs are of the type tuple",
+    }.items():
+        for call in (train, lambda recipe, out, given: stage.dry_run(recipe, given, quiet)):
+            with pytest.raises(InputError, match=words):
+                call(recipe, tmp_path / "run", [*given])
+    with pytest.raises(InputError, match="the pairs are a generator, which can be read only once"):
+        train(recipe, tmp_path / "run", (example for example in examples))
+    with pytest.raises(InputError, match="the held-out pairs are of the type dict"):
+        train(recipe, tmp_path / "run", examples, heldout=rows)
+    with pytest.raises(InputError, match="a Pipeline where a Recipe of one stage is needed"):
+        stage.dry_run(load_recipe("quickstart"), examples)
+    for given, words in (("stage1", "where a pipeline is needed"), (Path("no.toml"), "no.toml")):
+        with pytest.raises(InputError, match=words):
+            run_pipeline(given, tmp_path / "pipeline")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "pipeline").exists()
+
+
+def test_the_code_of_an_objective_is_that_which_was_imported(tmp_path, monkeypatch):
+    """An edited file changes nothing before it is imported again."""
+    file = tmp_path / "edited.py"
+    code = """
+from dataclasses import dataclass
+from typing import ClassVar
+from anchor_embedding.objectives.objective import Objective
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Objective):
+    name: ClassVar[str] = "contrastive"
+    figure: float = {}
+"""
+    file.write_text(code.format(1.0))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    kind = find_objective("edited:Mine")
+    assert name_of(kind) == "edited:Mine" and (before := code_of(kind))
+    file.write_text(code.format(2.0))
+    assert code_of(kind) == before
+    monkeypatch.delitem(sys.modules, "edited")
+    importlib.invalidate_caches()
+    assert code_of(find_objective("edited:Mine")) not in (before, None)
+    monkeypatch.delitem(sys.modules, "edited")
 
 
 def test_an_evaluation_is_logged_whole_or_not_at_all(base, examples, pairs, tmp_path):

@@ -62,8 +62,7 @@ class CorpusSettings:
     def __post_init__(self):
         if self.dtype not in ("float32", "float16"):
             raise InputError(f"vectors are stored as float32 or float16, not as {self.dtype}")
-        if self.shard_size is not None and self.shard_size < 1:
-            raise InputError(f"shard_size = {self.shard_size}: a shard has at least one document")
+        check_setting("shard_size", self.shard_size, Counting | None)
         if isinstance(self.columns, str):
             raise InputError(f"columns = {self.columns!r}: give a list of names")
         if clash := {"id", "vector"} & {*self.columns}:

@@ -424,7 +424,8 @@ def mine_negatives(
     # further documents: a file (see `data.documents`), or the folder of a corpus that this model
     # encoded
     corpus: str | os.PathLike | None = None,
-    instructions: Instructions | None = None,  # those that training will use; None = none
+    # those that training will use, or their name, as in a recipe; None = none
+    instructions: Instructions | str | None = None,
     on_bad_row: str = "error",  # "error" or "skip"
     dtype: str = "auto",  # of the model
     device: str | None = None,  # None = all accelerators, or the CPU
@@ -443,6 +444,8 @@ def mine_negatives(
     store = open_examples(source, on_bad_row, progress, say)
     pairs = read_pairs(store)
     extra = read_corpus(corpus, progress, store, pairs)
+    if isinstance(instructions, str):
+        instructions = Instructions.named(instructions)
     instructions = instructions or Instructions.none()
     if lack := instructions.lack(store.rows):
         say(f"note: {lack}")

@@ -6,6 +6,7 @@
 __all__ = ['BLOCK', 'Hit', 'check_questions', 'highest', 'nearest_places', 'search_corpus']
 
 # %% ../../nbs/embed/65_search.ipynb #2c57722f
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,12 +100,13 @@ def _hit(place: int, score: float, row: dict[str, str | None]) -> Hit:
 
 def search_corpus(
     embedder: Embedder,  # the model that made the vectors
-    corpus: Corpus,
+    corpus: Corpus | str | os.PathLike,  # or its folder
     questions: Sequence[str],
     top: int = 10,
     instruction: str | None = None,  # of the questions; see `Embedder.encode_query`
 ) -> list[list[Hit]]:  # a list for each question, the nearest first
     "Search a corpus with texts. Raises `InputError`, also for a model that did not make the vectors."
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus(corpus)
     corpus.check_model(embedder)
     vectors = embedder.encode_query(list_of_texts(questions), instruction, progress=False)
     if not len(vectors):

@@ -174,6 +174,7 @@ def describe_loaded(
     facts = {"recipe": _without_folders(cards[-1]["recipe"])} if cards else {}
     if cards:
         facts["lineage"] = _lineage(cards)
+        facts["base"] = _without_folders(cards[0]["recipe"])["base"]
     facts["trained_on"] = None if training is None else sorted(training)
     revision = candidate.identity["revision"]
     if style is None:

@@ -429,6 +429,8 @@ def why_not_compared(groups) -> list[str]:
             reason = ": they share no seed, and only runs with the same seed are compared"
         elif other := sorted(set(tasks) - _tables(_pairs_of_runs(others, runs)).keys()):
             reason = f" on {', '.join(other)}: the queries are not the same"
+        elif not (tasks or "queries" in first or "queries" in second):
+            reason = ": the scores of single queries are not given; name the folders of the scores"
         else:
             continue
         pairs.setdefault(reason, []).append(f"{model} and {than}")

@@ -25,16 +25,17 @@ def read_table(name: str) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-@cache
+_table = cache(read_table)
+
+
 def training_tasks() -> dict[str, list[str]]:
     "Training dataset → the MTEB tasks whose data it contains."
-    return {row["dataset"]: row["tasks"].split() for row in read_table("training_tasks.csv")}
+    return {row["dataset"]: row["tasks"].split() for row in _table("training_tasks.csv")}
 
 
-@cache
 def subset15() -> dict[str, str]:
     "The paper's 15 tasks, each with its category (Table 8)."
-    return {row["task"]: row["category"] for row in read_table("subset15.csv")}
+    return {row["task"]: row["category"] for row in _table("subset15.csv")}
 
 # %% ../../nbs/evaluate/30_tasks.ipynb #defb4889
 def split_names(

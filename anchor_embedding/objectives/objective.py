@@ -75,6 +75,14 @@ ITSELF = {"q2q": ("queries", "queries"), "d2d": ("positives", "positives")}
 SIDES = DIRECTIONS | ITSELF
 
 # %% ../../nbs/objectives/10_objective.ipynb #e2a03594
+def _code(kind: type) -> str | None:
+    "The code of a class without comments and layout; None if it cannot be read."
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
 def undefined(objective, method: str) -> InputError:
     "The error for a method that an objective's class should define and does not."
     return InputError(
@@ -88,6 +96,11 @@ class Objective(Checked):
     """Defines what is learned from a batch of pairs. Its fields are settings of a recipe, except
     those that are `given`.
     """
+
+    def __init_subclass__(cls, **settings):
+        super().__init_subclass__(**settings)
+        if not cls.__module__.startswith(f"{objectives.__name__}."):
+            cls._code = _code(cls)  # its file may be edited later
 
     pooling: str = given("eos")  # how the encode pass makes a vector
     token_budget: int = given(8192)  # encode tokens of a micro-batch
@@ -261,9 +274,8 @@ def name_of(kind: type[Objective]) -> str:
     """The name by which a recipe finds a class: for one of another package its module and class,
     whatever `name` it has.
     """
-    package = objectives.__name__.partition(".")[0]
     own = vars(kind).get("name")
-    if own and kind.__module__.partition(".")[0] in (package, "__main__"):
+    if own and kind.__module__.startswith(f"{objectives.__name__}."):
         return own
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -274,11 +286,10 @@ def code_of(kind: type[Objective]) -> str | None:
     """
     package = __name__.partition(".")[0] + "."
     own = [one for one in kind.__mro__[:-1] if not one.__module__.startswith(package)]
-    try:
-        code = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in own]
-    except (OSError, TypeError, SyntaxError):
+    code = [vars(one).get("_code") or _code(one) for one in own]
+    if not code or None in code:
         return None
-    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if own else None
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
 def objectives_with(key: str) -> list[str]:

@@ -8,6 +8,7 @@ __all__ = ['NOT_LOSSES', 'SEARCH', 'check_pipeline_folder', 'claim_folder', 'col
 
 # %% ../../nbs/study/50_pipeline.ipynb #15b85256
 import json
+import os
 import shlex
 import shutil
 import time
@@ -148,7 +149,8 @@ def collect(
 
 # %% ../../nbs/study/50_pipeline.ipynb #0d14105a
 def run_pipeline(
-    pipeline: Pipeline | str,  # a pipeline or the name of a shipped one
+    # a pipeline, the name of a shipped one, or a TOML file
+    pipeline: Pipeline | str | os.PathLike,
     out: str | Path,  # folder for models, runs and report
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
@@ -156,7 +158,12 @@ def run_pipeline(
 ) -> dict:  # the report
     "Train and evaluate every arm, write `report.json` and `report.html`. Raises `InputError`."
     check_one_process()
-    pipeline = load_recipe(pipeline) if isinstance(pipeline, str) else pipeline
+    pipeline = load_recipe(pipeline) if isinstance(pipeline, str | os.PathLike) else pipeline
+    if not isinstance(pipeline, Pipeline):
+        raise InputError(
+            f"a {type(pipeline).__name__} where a pipeline is needed; `train` runs a recipe of one "
+            "stage"
+        )
     out = Path(out)
     first = next(iter(pipeline.stages.values()))
     numbers = seed_numbers(first.seed, seeds)

@@ -9,6 +9,7 @@ __all__ = ['REFERENCES', 'enter', 'check_request', 'enter_seeds', 'course', 'tou
 # %% ../../nbs/study/60_tournament.ipynb #36beccb3
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -236,7 +237,7 @@ def tournament(
     """
     check_one_process()
     out = Path(out)
-    entrants = contestants(as_list(recipes, (str, Recipe, Pipeline)), overrides)
+    entrants = contestants(as_list(recipes, (str, os.PathLike, Recipe, Pipeline)), overrides)
     if every is None:
         every = max(1, amount // 8) if budget == "steps" else amount / 8
     check_request(out, budget, amount, every, alternative)

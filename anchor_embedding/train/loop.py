@@ -212,7 +212,10 @@ def _measure(run: Training, done: int) -> dict[str, float]:
 def _evaluate(run: Training, step: int, evaluate) -> None:
     "Call `evaluate` on every process, and log the line or lines of figures that it returns."
     if evaluate:
+        training = [module for module in run.decoder.modules() if module.training]
         figures = evaluate(run.embedder)
+        for module in training:  # it may have switched dropout off
+            module.training = True
         lines = figures if isinstance(figures, list) else [figures]
         for line in lines:
             if not isinstance(line, dict) or "step" in line:

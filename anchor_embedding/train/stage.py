@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'TRUSTED_COSINE', 'WATCHED', 'COMPUTE', 'check_environment', 'make_accelerator', 'wrap',
            'gradient_cosine', 'compare_gradients', 'first_comparison', 'pairs_to_watch', 'first_ceiling', 'began_with',
-           'check_same_inputs', 'prepare', 'open_run', 'course_of_rate', 'check_named', 'check_same_run', 'begin_run',
-           'run_in_words', 'train', 'dry_run']
+           'check_same_inputs', 'prepare', 'check_examples', 'open_run', 'course_of_rate', 'check_named',
+           'check_same_run', 'begin_run', 'run_in_words', 'own_random_numbers', 'train', 'dry_run']
 
 # %% ../../nbs/train/45_stage.ipynb #f34a1836
 import math
@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from ..data.store import ExampleStore
 from .cost import disk_bytes
 from .inputs import batch_plan
 from anchor_embedding.train.prepare import (
@@ -433,19 +434,39 @@ def prepare(
     run.optimizer = make_optimizer(recipe, run.decoder, start)
 
 
-def _check_given(recipe, examples) -> None:
+def check_examples(examples, what: str = "the pairs") -> None:
+    "Raise `InputError` for anything but a sequence of `Example`."
+    if not isinstance(examples, Sequence):
+        raise InputError(
+            f"{what} are a {type(examples).__name__}, which can be read only once or in no order; "
+            "give a list of `Example(query, positive)`"
+        )
+    if isinstance(examples, ExampleStore):  # checked when it was read
+        return
+    for number, example in enumerate(examples):
+        if not isinstance(example, Example):
+            raise InputError(
+                f"{what} are of the type {type(example).__name__}; give a list of "
+                "`Example(query, positive)`, or None to read the recipe's data"
+            )
+        if isinstance(example.negatives, str):
+            raise InputError(
+                f"{what}: the negatives of number {number} are the text {example.negatives[:40]!r}; "
+                "give a tuple of texts, () for none; the name of a dataset is dataset=…"
+            )
+
+
+def _check_given(recipe, examples, heldout=None) -> None:
     "Raise `InputError` for anything but a recipe of one stage and examples."
     if not isinstance(recipe, Recipe):
         raise InputError(
             f"a {type(recipe).__name__} where a Recipe of one stage is needed; "
             "`anchor_embedding.study.pipeline.run_pipeline` trains the stages of a pipeline"
         )
-    first = None if examples is None else next(iter(examples), None)
-    if first is not None and not isinstance(first, Example):
-        raise InputError(
-            f"the pairs are of the type {type(first).__name__}; give a list of "
-            "`Example(query, positive)`, or None to read the recipe's data"
-        )
+    if examples is not None:
+        check_examples(examples)
+    if heldout is not None:
+        check_examples(heldout, "the held-out pairs")
 
 
 def open_run(
@@ -458,7 +479,7 @@ def open_run(
     evaluate: Callable | None = None,  # what will be called at every evaluation
 ) -> Training:
     "A run that is ready for its first step, with its folder locked. Raises `InputError`."
-    _check_given(recipe, examples)
+    _check_given(recipe, examples, heldout)
     accelerator = make_accelerator(recipe, out)
     folder = RunFolder(out, accelerator.process_index == 0)
     run = Training(recipe, accelerator, folder, say)
@@ -592,6 +613,12 @@ def run_in_words(run: Training) -> str:
     )
 
 # %% ../../nbs/train/45_stage.ipynb #598b5f6e
+def own_random_numbers():
+    "Context after which torch's random generators are as they were before."
+    on_gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(on_gpu)
+
+
 def train(
     recipe: Recipe,
     out: str | Path,  # run folder
@@ -606,23 +633,24 @@ def train(
     # the main process calls it with each line of metrics.jsonl, for example a `LossCurve`
     on_step: Callable[[dict], None] | None = None,
 ) -> Path:  # the folder `final` inside `out`, loadable by `Embedder`
-    """Run a recipe. Raises `InputError` with a remedy for what cannot be run, and `Stopped` after a
-    signal to stop.
+    """Run a recipe; the caller's random generators stay as they are. Raises `InputError` with a
+    remedy for what cannot be run, and `Stopped` after a signal to stop.
     """
-    run = open_run(recipe, out, examples, resume, say, heldout, evaluate)
-    if recipe.eval_every and evaluate is None:
-        run.say(
-            f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: give `evaluate`, "
-            "or name tasks with --eval-tasks or --tasks-dir"
-        )
-    _note_no_checkpoints(run)
-    _note_little_room(run)
-    try:
-        begin_run(run)
-        run.say(f"{recipe.name}: {run_in_words(run)}")
-        return run_loop(run, evaluate, progress, on_step)
-    finally:
-        run.close()
+    with own_random_numbers():
+        run = open_run(recipe, out, examples, resume, say, heldout, evaluate)
+        if recipe.eval_every and evaluate is None:
+            run.say(
+                f"eval_every = {recipe.eval_every}, but there is nothing to evaluate: give "
+                "`evaluate`, or name tasks with --eval-tasks or --tasks-dir"
+            )
+        _note_no_checkpoints(run)
+        _note_little_room(run)
+        try:
+            begin_run(run)
+            run.say(f"{recipe.name}: {run_in_words(run)}")
+            return run_loop(run, evaluate, progress, on_step)
+        finally:
+            run.close()
 
 # %% ../../nbs/train/45_stage.ipynb #0f817be1
 def dry_run(
@@ -631,9 +659,11 @@ def dry_run(
     """Loss terms of the first batch, without training: q2d, d2q and loss, or infonce; numbers of
     texts, tokens and negatives; and the cosine of `compare_gradients`.
     """
+    _check_given(recipe, examples)
     examples = load_examples(recipe, say)[0] if examples is None else examples
     recipe = fit_to_device(recipe, choose_device(), say=say)
-    embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
+    with own_random_numbers():
+        embedder, _ = prepare_embedder(recipe, choose_device(), say=say)
     batch = make_data(recipe, embedder.tokenizer, examples).batch(0)
     terms = recipe.objective.prepared(embedder.tokenizer).loss(embedder.decoder.eval(), batch)
     compared = compare_gradients(recipe, embedder, batch)
