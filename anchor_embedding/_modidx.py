@@ -1473,6 +1473,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison._as_text': ( 'evaluate/comparison.html#_as_text',
                                                                                                          'anchor_embedding/evaluate/comparison.py'),
+                                                      'anchor_embedding.evaluate.comparison._asked_documents': ( 'evaluate/comparison.html#_asked_documents',
+                                                                                                                 'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison._bases': ( 'evaluate/comparison.html#_bases',
                                                                                                        'anchor_embedding/evaluate/comparison.py'),
                                                       'anchor_embedding.evaluate.comparison._figures': ( 'evaluate/comparison.html#_figures',

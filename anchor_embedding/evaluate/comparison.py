@@ -261,6 +261,18 @@ def _remarks(groups) -> list[str]:
     return remarks
 
 
+def _asked_documents(groups) -> list[str]:
+    "A sentence for the tasks whose documents had an instruction, which the paper's scores lack."
+    tasks = {
+        task: True
+        for run in chain.from_iterable(groups.values())
+        for task, entry in run["tasks"].items()
+        if task in paper_tasks().index and (entry.get("instructions") or {}).get("document")
+    }
+    names = ", ".join(tasks)
+    return [f"Documents had an instruction here and none in the paper: {names}"] if tasks else []
+
+
 def _other_lengths(groups) -> list[str]:
     "A sentence for our models that were scored with another length than the paper's have."
     lengths = {}
@@ -315,7 +327,7 @@ def compare(
             *why_not_compared(groups),
             *left_out,
             *_remarks(everything),
-            *(_other_lengths(groups) if paper else ()),
+            *([*_other_lengths(groups), *_asked_documents(groups)] if paper else ()),
         ),
     )
 
