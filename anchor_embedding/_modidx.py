@@ -1437,6 +1437,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate._check_length': ( 'evaluate/candidate.html#_check_length',
                                                                                                             'anchor_embedding/evaluate/candidate.py'),
+                                                     'anchor_embedding.evaluate.candidate._check_steps': ( 'evaluate/candidate.html#_check_steps',
+                                                                                                           'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate._lineage': ( 'evaluate/candidate.html#_lineage',
                                                                                                        'anchor_embedding/evaluate/candidate.py'),
                                                      'anchor_embedding.evaluate.candidate._settings': ( 'evaluate/candidate.html#_settings',

@@ -32,6 +32,7 @@ from anchor_embedding.evaluate.scored import run_label
 from anchor_embedding.evaluate.scores import scores_table
 from anchor_embedding.evaluate.sweep import TaskEvaluator, sweep
 from anchor_embedding.model.decoder import CausalDecoder, probe
+from anchor_embedding.model.soft_tokens import SoftTokens
 from anchor_embedding.model.text import TextTokenizer
 from anchor_embedding.train.runs import read_log
 
@@ -408,6 +409,30 @@ def test_the_zero_shot_share_is_over_all_scored_tasks(saved, quick, monkeypatch)
         for task in ("Lists", "Pairs")
     ]
     assert [about["zero_shot_percent"] for about in shares] == [0, 50]
+    assert {about["base"] for about in shares} == {"x"}
+
+
+def test_another_number_of_soft_tokens_is_another_score(saved, quick, model, tmp_path):
+    """The vectors are those of a model with as many; a model without soft tokens has no number."""
+    settings = {"pooling": "mean", "dtype": "float32", "device": "cpu"}
+    for steps in (2, 4):
+        soft = SoftTokens(steps=steps)
+        Embedder.from_pretrained(saved, soft_tokens=soft, **settings).save_pretrained(
+            tmp_path / f"k{steps}"
+        )
+    quiet = {"say": lambda text: None}
+    two = evaluate(tmp_path / "k2", **quick, **quiet)
+    more = evaluate(tmp_path / "k2", **quick, refine_steps=4, **quiet)
+    four = evaluate(tmp_path / "k4", **quick, **quiet)
+    assert (more["model"], more["about"]["refine_steps"]) == ("k2-4-steps-float32", 4)
+    for task in ("Lists", "Pairs"):
+        scores = [one["tasks"][task]["main_score"] for one in (two, more, four)]
+        assert scores[0] != scores[1] == scores[2]
+    for place in (saved, model, "bm25"):
+        with pytest.raises(InputError, match="refine_steps: the model has no soft tokens"):
+            evaluate(place, **quick, refine_steps=4, **quiet)
+    with pytest.raises(InputError, match="refine_steps"):
+        evaluate(tmp_path / "k2", **quick, refine_steps=0, **quiet)
 
 
 def test_another_length_is_another_score(saved, quick):

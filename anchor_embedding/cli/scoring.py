@@ -18,7 +18,8 @@ def evaluate_command(args: argparse.Namespace) -> None:
     from anchor_embedding.evaluate.benchmark import evaluate_models
     from anchor_embedding.evaluate.scores import scores_table, table_markdown
 
-    scores = evaluate_models(args.models, args.tasks, args.out, say=say, **_scoring(args))
+    scoring = _scoring(args) | {"refine_steps": args.refine_steps}
+    scores = evaluate_models(args.models, args.tasks, args.out, say=say, **scoring)
     print(table_markdown(scores_table(scores)))
     say(f"{args.out}: scores.json of each model, and mteb's own result files")
     _fail_for(scores)
@@ -100,6 +101,12 @@ def add_commands(commands) -> None:
             "auto",
         )
         parser.shared("--dtype", "--device")
+    scoring.number(
+        "--refine-steps",
+        "soft tokens of a text, for GIRCSE (default: as many as in training)",
+        None,
+        "K",
+    )
     scoring.option("--out", "DIR", "folder for the scores", Path("evaluations"), user_path)
 
     parser = command(commands, compare_command, "evaluations --out table.md")

@@ -300,6 +300,7 @@ def _score(
             f"{own_length} where the model is used; --max-length 0 evaluates it as it is used"
         )
     options |= {"max_length": length, "normalize": candidate.identity.get("normalize", False)}
+    options["refine_steps"] = candidate.identity.get("refine_steps")
     encoder = MtebEncoder(loaded, candidate.style, meta, store, **options)
     _run_tasks(encoder, waiting, candidate, file, made, progress)
     store.remove()
@@ -331,6 +332,8 @@ def evaluate(
     progress: bool | None = None,  # see `progress_bar`
     say: Callable[[str], None] = print,
     title: str = "",  # starts a line on the instructions of the model
+    # soft tokens of a text, for a model that has them; None = as in training
+    refine_steps: int | None = None,
     **options,  # of `MtebEncoder`: devices, batch_tokens
 ) -> dict:  # the content of scores.json for these tasks
     """Score a model on MTEB tasks. Raises `InputError` for an unknown model or task, and instead of
@@ -338,7 +341,7 @@ def evaluate(
     """
     with quiet_mteb():
         opened = open_tasks(tasks, data_dir)
-    candidate = find_candidate(model, prompts, max_length, dtype, device)
+    candidate = find_candidate(model, prompts, max_length, dtype, device, refine_steps)
     if candidate.style is None and options:
         raise InputError(f"{', '.join(options)}: only for models of this package; leave it out")
     if device is not None:  # else all of its kind are used

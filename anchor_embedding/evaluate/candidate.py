@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 # %% ../../nbs/evaluate/37_candidate.ipynb #a1899710
+from ..common.errors import InputError
 from ..common.provenance import device_name, dtype_name, find_cards
+from ..common.settings import Counting, check_setting
 from ..embed.bm25 import bm25_revision
 from ..embed.embedder import Embedder, read_settings, read_tokenizer
 from anchor_embedding.embed.encoders import (
@@ -35,6 +37,7 @@ from .prompts import PromptStyle, check_prompts
 from .scores import digest
 from ..model.base import resolve_base, split_commit
 from ..model.loading import choose_dtype, find_device
+from ..model.soft_tokens import SoftTokens
 from ..model.text import TextTokenizer
 
 # %% ../../nbs/evaluate/37_candidate.ipynb #cbd3adc3
@@ -77,23 +80,42 @@ def _check_length(model: str | Embedder, style: PromptStyle, max_length: int) ->
         TextTokenizer(read_tokenizer(model), template, max_length, saved.get("eos_token"))
 
 
+def _check_steps(soft_tokens: SoftTokens | None, refine_steps: int | None) -> None:
+    "Raise `InputError` for a number of soft tokens that a model cannot have."
+    if refine_steps is None:
+        return
+    check_setting("refine_steps", refine_steps, Counting)
+    if soft_tokens is None:
+        raise InputError("refine_steps: the model has no soft tokens; leave it out")
+    if soft_tokens.kind == "pause" and refine_steps != soft_tokens.steps:
+        raise InputError(
+            f"refine_steps = {refine_steps}: the model has {soft_tokens.steps} trained pause tokens"
+        )
+
+
 def find_candidate(
     model: str | os.PathLike | Embedder,  # see `load_model`; or "bm25"
     prompts: str = "auto",  # see `prompts.PROMPTS`
     max_length: int | None = MAX_LENGTH,  # tokens of a text; None or 0 = the model's own
     dtype: str = "auto",
     device: str | torch.device | None = None,
+    # soft tokens of a text, for a model that has them; None = as in training
+    refine_steps: int | None = None,
 ) -> Candidate:
     "Describe a model to be scored, without loading it. Raises `InputError`."
     check_prompts(prompts)
     if model == BM25 and not Path(BM25).exists():
+        _check_steps(None, refine_steps)
         return Candidate(BM25, {"revision": bm25_revision()})
     loaded = isinstance(model, Embedder)
     if not loaded:
         model = resolve_base(str(model)).path
     revision = model_revision(model)
     if not loaded and is_sentence_transformer(model):
+        _check_steps(None, refine_steps)
         return Candidate(model, {"revision": revision})
+    soft_tokens = model.soft_tokens if loaded else read_settings(model).get("soft_tokens")
+    _check_steps(soft_tokens, refine_steps)
     style = style_of(model, prompts)
     max_length = max_length or None
     if max_length is not None:
@@ -110,9 +132,13 @@ def find_candidate(
     }
     if not loaded and normalizes(model):
         identity["normalize"] = True
+    if refine_steps is not None:
+        identity["refine_steps"] = refine_steps
     suffix = "" if style.usual else f"-{style.name}"
     if max_length != MAX_LENGTH:
         suffix += f"-{max_length or 'own-length'}"
+    if refine_steps is not None:
+        suffix += f"-{refine_steps}-steps"
     if not loaded and dtype != "auto":
         suffix += f"-{dtype}"
     return Candidate(model, identity, style, suffix)

@@ -14,6 +14,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -120,12 +121,15 @@ class MtebEncoder:
         batch_tokens: int = 8192,  # tokens in a packed batch
         max_length: int | None = None,  # tokens of a text; None = the model's own
         normalize: bool = False,  # scale every vector to length 1
+        refine_steps: int | None = None,  # soft tokens of a text; None = as in training
         # called with the number of characters that were encoded or read from the store
         encoded: Callable[[int], None] = lambda characters: None,
     ):
         self.style = style or style_of(embedder)
         in_style = copy.copy(embedder)
         in_style.tokenizer = tokenizer_in_style(embedder.tokenizer, self.style, max_length)
+        if refine_steps is not None:
+            in_style.soft_tokens = replace(embedder.soft_tokens, steps=refine_steps)
         self.replicas = replicate(in_style, devices)
         self.mteb_model_meta = meta or model_meta(embedder, style=self.style)
         self.store = store
