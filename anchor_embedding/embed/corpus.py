@@ -53,13 +53,14 @@ class CorpusSettings:
     "How documents become the rows of a corpus. Raises `InputError`."
 
     columns: tuple[str, ...] = ("text",)  # stored beside id and vector
-    instruction: str | None = None  # in front of every document; usually none
+    instruction: str | None = None  # in front of every document; usually none, as ""
     dtype: str = "float32"  # of the vectors on disk: float32 or float16
     normalize: bool = False  # scale every vector to length 1
     # documents in a shard; None = an eighth of the corpus, from 1,000 to 20,000
     shard_size: int | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "instruction", self.instruction or None)
         if self.dtype not in ("float32", "float16"):
             raise InputError(f"vectors are stored as float32 or float16, not as {self.dtype}")
         check_setting("shard_size", self.shard_size, Counting | None)
