@@ -165,7 +165,7 @@ def test_of_a_sweep_the_last_checkpoint_counts(tmp_path):
     assert {label: float(runs.loc["STS17", 0]) for label, runs in comparison.ours.items()} == {
         "anchor-stage2 step-000016": 16
     }
-    assert comparison.against("anchor-stage2 step-000016") == "anchor"
+    assert comparison.systems == {"anchor-stage2 step-000016": "anchor"}
 
 
 def test_of_two_sweeps_the_last_checkpoint_of_each_setting_is_shown(tmp_path):

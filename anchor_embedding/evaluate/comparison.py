@@ -181,13 +181,14 @@ def _other_bases(groups, paper: str) -> list[str]:
 
 
 def _system_of(label: str, runs: list[dict], systems: list[str], paper: str) -> str | None:
-    """The paper's system that a model is; None if it is an ablation, a checkpoint or of another
-    base, and empty if its name does not tell.
+    """The paper's system that a model is; None if it is an ablation or of another base, and empty if
+    its name does not tell.
     """
     recipe = (runs[0].get("about", {}).get("recipe") or {}).get("name", "")
     # a label that the caller did not choose begins with the name of the recipe
     name = recipe if recipe and label.startswith(recipe) else label
-    if re.search(r"\bstep-\d", label) or _has_other_base(runs, paper):
+    name = re.sub(r" step-\d+.*", "", name)  # of a sweep the last checkpoint counts
+    if _has_other_base(runs, paper):
         return None
     if name in _FINAL:
         return _FINAL[name] if _FINAL[name] in systems else None
@@ -204,7 +205,7 @@ def systems_of(
 ) -> dict[str, str | None]:
     """The paper's system that each of our models is compared with: for a shipped recipe that of the
     recipe, for others the one in its label. If no label names one, the last one for all models but
-    ablations, checkpoints and those of another base.
+    ablations and those of another base.
     """
     if paper is None:
         return dict.fromkeys(groups)
