@@ -111,7 +111,7 @@ def _add_mine(commands) -> None:
         "--corpus",
         "PATH",
         "more documents: JSONL with `text` (and `title`), a file with one text per line, or the "
-        "output of `anchor encode` with this model",
+        "output of `anchor encode` with this model, which several datasets share",
         kind=user_path,
     )
     parser.option(

@@ -189,7 +189,7 @@ def curve(
     values: Sequence[float],  # n; values that are not finite are left out
     name: str = "loss",
 ) -> Picture:
-    "A line over the steps, with its last value."
+    "A line over the steps, with its last value; of many steps some thousand are drawn."
     points = [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
     if not points:
         return Picture("", 1, 1, f"{name}: no steps yet")
@@ -197,9 +197,10 @@ def curve(
     xs, ys = zip(*points, strict=True)
     low = min(0.0, *ys)
     high = max(*ys, 0.0) or 1.0
+    first, last = min(xs), max(xs)
 
     def across(x):
-        return left + (width - left - right) * (x - min(xs)) / ((max(xs) - min(xs)) or 1)
+        return left + (width - left - right) * (x - first) / ((last - first) or 1)
 
     def up(y):
         return height - bottom - (height - top - bottom) * (y - low) / (high - low)
@@ -210,11 +211,12 @@ def curve(
             f'<path d="M{left} {up(y):.2f}H{width - right}" stroke="currentColor" opacity="0.18"/>'
         )
         shapes += label(left - 6, up(y) + 4, f"{y:g}", 'text-anchor="end"')
-    for x in _ticks(min(xs), max(xs), 6):
+    for x in _ticks(first, last, 6):
         if x == int(x):
             shapes += label(across(x), height - 12, f"{x:g}", 'text-anchor="middle"')
     shapes += label(width - right, height - 1, "step", 'text-anchor="end"')
-    line = " ".join(f"{across(x):.2f},{up(y):.2f}" for x, y in points)
+    drawn = [*points[: -1 : max(1, len(points) // 2000)], points[-1]]
+    line = " ".join(f"{across(x):.2f},{up(y):.2f}" for x, y in drawn)
     shapes += f'<polyline points="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
     shapes += f'<circle cx="{across(xs[-1]):.2f}" cy="{up(ys[-1]):.2f}" r="3" fill="{INK}"/>'
     shapes += label(across(xs[-1]) + 7, up(ys[-1]) + 4, f"{ys[-1]:.3g}", 'font-weight="bold"')

@@ -473,9 +473,9 @@ class Corpus:
         by_place = {}
         for number in sorted({place // self._size for place in places}):
             table = self._read(number, ["id", *self.columns])
-            wanted = [place for place in places if place // self._size == number]
-            rows = table.take([place % self._size for place in wanted]).to_pylist()
-            by_place |= dict(zip(wanted, rows, strict=True))
+            for place in places:  # `take` would join all texts, which may have more than 2 GB
+                if place // self._size == number:
+                    [by_place[place]] = table.slice(place % self._size, 1).to_pylist()
         return [by_place[place] for place in places]
 
     def column(self, name: str) -> Iterator[tuple[range, list[str | None]]]:
