@@ -1603,6 +1603,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'anchor_embedding/evaluate/local_tasks.py'),
                                                        'anchor_embedding.evaluate.local_tasks._columns': ( 'evaluate/local_tasks.html#_columns',
                                                                                                            'anchor_embedding/evaluate/local_tasks.py'),
+                                                       'anchor_embedding.evaluate.local_tasks._corpus_table': ( 'evaluate/local_tasks.html#_corpus_table',
+                                                                                                                'anchor_embedding/evaluate/local_tasks.py'),
                                                        'anchor_embedding.evaluate.local_tasks._file': ( 'evaluate/local_tasks.html#_file',
                                                                                                         'anchor_embedding/evaluate/local_tasks.py'),
                                                        'anchor_embedding.evaluate.local_tasks._holds_task': ( 'evaluate/local_tasks.html#_holds_task',

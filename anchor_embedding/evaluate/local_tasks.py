@@ -188,7 +188,7 @@ def _retrieval(folder: Path, tables: dict) -> dict:
     queries = [{"id": query, "text": text} for query, text in texts.items() if query in judged]
     return {
         "test": {
-            "corpus": Dataset.from_dict(tables["corpus"]),
+            "corpus": _corpus_table(tables["corpus"]),
             "queries": Dataset.from_list(queries),
             "relevant_docs": judged,
             "top_ranked": None,
@@ -196,6 +196,14 @@ def _retrieval(folder: Path, tables: dict) -> dict:
     }
 
 # %% ../../nbs/evaluate/35_local_tasks.ipynb #d551d65e
+def _corpus_table(columns: dict):
+    "A table of texts that may be more than 2 GB together, which the usual strings cannot hold."
+    from datasets import Dataset, Features, Value
+
+    features = Features({name: Value("large_string") for name in columns})
+    return Dataset.from_dict(columns, features=features)
+
+
 def _reranking(folder: Path, tables: dict) -> dict:
     "The candidates of all queries as one corpus, with the list of candidates of each query."
     from datasets import Dataset
