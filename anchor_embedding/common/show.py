@@ -197,7 +197,8 @@ def curve(
     xs, ys = zip(*points, strict=True)
     low = min(0.0, *ys)
     high = max(*ys, 0.0) or 1.0
-    first, last = min(xs), max(xs)
+    first = min(xs)
+    last = max(xs)
 
     def across(x):
         return left + (width - left - right) * (x - first) / ((last - first) or 1)
