@@ -986,6 +986,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._check_template': ( 'embed/embedder.html#_check_template',
                                                                                                       'anchor_embedding/embed/embedder.py'),
+                                                 'anchor_embedding.embed.embedder._chunks': ( 'embed/embedder.html#_chunks',
+                                                                                              'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._instruction_of': ( 'embed/embedder.html#_instruction_of',
                                                                                                       'anchor_embedding/embed/embedder.py'),
                                                  'anchor_embedding.embed.embedder._load': ( 'embed/embedder.html#_load',
