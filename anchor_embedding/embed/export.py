@@ -39,7 +39,7 @@ from anchor_embedding.embed.embedder import (
     write_settings,
 )
 from .encoders import normalizes
-from .onnx import MIN_COSINE, check_packages, pooling_weights, write_onnx
+from .onnx import MIN_COSINE, check_packages, pooled, write_onnx
 from ..model.base import resolve_base
 from ..model.decoder import check_positions
 from ..model.loading import cached_copy, hub_identity
@@ -410,9 +410,8 @@ def _check_left_padding(folder: Path, pooling: str) -> None:
     vectors = {}
     for side in ("right", "left"):
         padded = tokenizer([*_PROBES], padding=True, padding_side=side, return_tensors="pt")
-        weights = pooling_weights(padded["attention_mask"], pooling)[..., None]
         states = model(**padded).last_hidden_state
-        vectors[side] = (states.masked_fill(weights == 0, 0.0) * weights).sum(1)
+        vectors[side] = pooled(states, padded["attention_mask"], pooling)
     cosine = F.cosine_similarity(vectors["right"], vectors["left"]).min()
     if not cosine >= MIN_COSINE:
         raise InputError(

@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -180,6 +181,12 @@ def _other_bases(groups, paper: str) -> list[str]:
     return [f"Trained from another base than {paper}, so without Δ: {', '.join(labels)}"]
 
 
+@cache
+def _shipped_names() -> set[str]:
+    "The names of the shipped recipes, without that of their base."
+    return {shipped.rpartition("/")[2] for shipped in shipped_recipes()}
+
+
 def _system_of(label: str, runs: list[dict], systems: list[str], paper: str) -> str | None:
     """The paper's system that a model is; None if it is an ablation or of another base, and empty if
     its name does not tell.
@@ -192,7 +199,7 @@ def _system_of(label: str, runs: list[dict], systems: list[str], paper: str) -> 
         return None
     if name in _FINAL:
         return _FINAL[name] if _FINAL[name] in systems else None
-    if name in {shipped.rpartition("/")[2] for shipped in shipped_recipes()}:
+    if name in _shipped_names():
         return None
     words = re.findall("[a-z]+", name.lower())
     return next((system for system in systems if system in words), "")
@@ -264,11 +271,12 @@ def _remarks(groups) -> list[str]:
 
 def _asked_documents(groups) -> list[str]:
     "A sentence for the tasks whose documents had an instruction, which the paper's scores lack."
+    known = paper_tasks().index
     tasks = {
         task: True
         for run in chain.from_iterable(groups.values())
         for task, entry in run["tasks"].items()
-        if task in paper_tasks().index and (entry.get("instructions") or {}).get("document")
+        if task in known and (entry.get("instructions") or {}).get("document")
     }
     names = ", ".join(tasks)
     return [f"Documents had an instruction here and none in the paper: {names}"] if tasks else []

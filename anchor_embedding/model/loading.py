@@ -522,8 +522,8 @@ def add_lora(
 ) -> CausalDecoder:
     """Add LoRA adapters and freeze everything else. Raises `InputError`, before anything is changed,
     for a name that no linear map has or that is the vocabulary's, and for a decoder that has
-    adapters already; and for a mixture of experts in which PEFT adapts the experts in place of the
-    maps with these names.
+    adapters already. Also raises it for a mixture of experts in which PEFT adapts the experts in
+    place of the maps with these names; that decoder cannot be trained any more.
     """
     from peft import LoraConfig, get_peft_model
 
